@@ -1,4 +1,4 @@
-"""A real bash completes the command line after `flopwatch --show-completion`, and no completion loads torch."""
+"""A real bash completes the command line with click's own script, and no completion loads torch."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ main()
 
 # What bash does when the user presses Tab after the words of a line.
 TAB = """
-eval "$(flopwatch --show-completion)"
+eval "$(_FLOPWATCH_COMPLETE=bash_source flopwatch)"
 tab() {
     COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMPREPLY=()
     "$(complete -p flopwatch | sed 's/.*-F \\([^ ]*\\) .*/\\1/')" flopwatch
@@ -49,5 +49,5 @@ def test_bash_completes_commands_and_options_without_torch(tmp_path):
 
 
 def test_the_program_has_one_name_however_it_is_started(flopwatch):
-    """The name is part of the installed completion script; `python -m flopwatch` would complete `python` with it."""
+    """The name is part of the completion script; `python -m flopwatch` would complete `python` with it."""
     assert flopwatch("--help")[1].startswith("Usage: flopwatch ")

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from flopwatch import TrainingMonitor
-from flopwatch.cli.run_logs.watch_screen import draw_frame
 from flopwatch.errors import InputError
-from flopwatch.records.run import Notice, Summary
-from flopwatch.runs.state import WatchedRun
+from flopwatch.records.run import Summary
 from flopwatch.runs.traces import TraceSplit
 from flopwatch.runs.traces import files as splits
 from support.ledgers import CPU, records_of, write_ledger
@@ -310,56 +308,6 @@ def test_a_real_training_adds_up(why, tmp_path):
 
 
 # In `flopwatch watch`
-
-
-def watched(seconds, **more):
-    run = WatchedRun()
-    for record in records_of(seconds, **more):
-        run.add(record)
-    return run
-
-
-def frame(run, width, height, **options):
-    return [line.plain for line in draw_frame(run, "runs/a", 3.0, width=width, height=height, **options)]
-
-
-def test_watch_shows_what_became_of_the_peak():
-    text = "\n".join(frame(watched(SECONDS), 120, 40))
-    peak = next(line for line in text.splitlines() if line.startswith("peak "))
-    assert "█" in peak
-    shares = dict(re.findall(r"■ ([a-zA-Z -]+) ([\d.]+) %", text))
-    assert float(shares["MFU"]) == pytest.approx(30.7)
-    assert float(shares["input wait"]) == pytest.approx(37.3)
-    named = ("MFU", "input wait", "forward and backward below the peak", "optimizer", "other losses")
-    assert sum(float(shares[name]) for name in named) == pytest.approx(100, abs=0.3)
-
-
-def test_a_small_screen_loses_nothing_to_the_peak():
-    run = watched(SECONDS)
-    run.add(Notice(5, "warning", "a", "a notice"))
-    without = watched({name: value for name, value in SECONDS.items() if name != "model_at_peak"})
-    without.add(Notice(5, "warning", "a", "a notice"))
-    lines, before = frame(run, 80, 24), frame(without, 80, 24)
-    peak = [line for line in lines if line.startswith("peak ")]
-    assert peak == ["peak   30.7 % MFU of the whole run, lost to input wait 37.3 %"]
-    assert len(lines) <= 24
-
-    def words(rows):
-        return {row for row in rows if not re.search(r"[│┤└]", row)}
-
-    assert words(before) <= words(lines), "only the curves give way"
-
-
-@pytest.mark.parametrize("seconds", [{}, {**SECONDS, "model_at_peak": 3000.0}], ids=["unknown", "peak too low"])
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
-def test_watch_has_no_peak_where_it_cannot_be_drawn(seconds, size):
-    assert not any(line.startswith("peak ") for line in frame(watched(seconds), *size))
-
-
-def test_watch_also_shows_it_of_a_run_that_has_ended():
-    run = watched(SECONDS)
-    run.add(Summary(1000, 4.0, {f"time/{name}_seconds": value for name, value in SECONDS.items()}))
-    assert any(line.startswith("peak ") for line in frame(run, 120, 40))
 
 
 # In `flopwatch compare`

@@ -4,15 +4,13 @@ The signature of a command's function declares its arguments and options: `Annot
 """
 
 import inspect
-import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import click
-from click.shell_completion import CompletionItem, get_completion_class
+from click.shell_completion import CompletionItem
 
-from flopwatch.errors import InputError
 from flopwatch.version import __version__
 
 # The overview in `flopwatch --help` cuts lines of more than 64 characters.
@@ -111,52 +109,6 @@ def _print_version(ctx: click.Context, parameter: click.Parameter, is_asked: boo
         ctx.exit()
 
 
-_SHELLS = ("bash", "zsh", "fish")
-
-
-def _complete(ctx: click.Context, parameter: click.Parameter, is_asked: bool) -> None:
-    """Print the script that a shell reads, or install it."""
-    if not is_asked:
-        return
-    shell = _shell()
-    completion = get_completion_class(shell)
-    assert completion is not None
-    script = completion(app, {}, "flopwatch", "_FLOPWATCH_COMPLETE").source()
-    if parameter.name == "install_completion":
-        _install_completion(shell, script)
-    else:
-        click.echo(script)
-    ctx.exit()
-
-
-def _install_completion(shell: str, script: str) -> None:
-    folder, file, line = {
-        "bash": (".bash_completions", ".bashrc", "source ~/.bash_completions/flopwatch.bash"),
-        "zsh": (".zfunc", ".zshrc", "autoload -Uz compinit; compinit; source ~/.zfunc/flopwatch.zsh"),
-        "fish": (".config/fish/completions", None, ""),
-    }[shell]
-    target = Path.home() / folder / f"flopwatch.{shell}"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(script, encoding="utf-8")
-    if file is not None:
-        start = Path.home() / file
-        if line not in (start.read_text(encoding="utf-8") if start.exists() else ""):
-            with start.open("a", encoding="utf-8") as stream:
-                stream.write(f"\n{line}\n")
-    click.secho(f"{shell} completion installed in {target}", fg="green")
-    click.echo("Completion will take effect once you restart the terminal")
-
-
-def _shell() -> str:
-    """The shell that started this process, or else the user's login shell."""
-    parent = Path(f"/proc/{os.getppid()}/comm")
-    names = [parent.read_text().strip() if parent.exists() else "", Path(os.environ.get("SHELL", "")).name]
-    for name in names:
-        if name in _SHELLS:
-            return name
-    raise InputError(f"completion is for {', '.join(_SHELLS)}; the shell here is {' or '.join(filter(None, names))!r}")
-
-
 app = _Commands(
     "flopwatch",
     help="Count the FLOPs of PyTorch training steps exactly, and measure how much of the hardware they use.",
@@ -164,15 +116,13 @@ app = _Commands(
     no_args_is_help=True,
     context_settings=_HELP,
     params=[
-        click.Option([name], is_flag=True, is_eager=True, expose_value=False, callback=callback, help=text)
-        for name, callback, text in (
-            ("--version", _print_version, "Print the version and exit."),
-            ("--install-completion", _complete, "Install completion for the current shell."),
-            (
-                "--show-completion",
-                _complete,
-                "Show completion for the current shell, to copy it or customize the installation.",
-            ),
+        click.Option(
+            ["--version"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_print_version,
+            help="Print the version and exit.",
         )
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from flopwatch.guard import Guard
 from flopwatch.monitor.run import MonitoredRun
-from flopwatch.monitor.training_monitor import TrainingMonitor, act_on_run, take_asked_windows
+from flopwatch.monitor.training_monitor import TrainingMonitor, act_on_run, newest_row
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Number
 
@@ -107,6 +107,8 @@ class MonitorOwner:
         self._put_back: list[Callable[[], None]] = []
         self.strict = bool(monitor_options.get("strict"))
         self.monitor: TrainingMonitor | None = None
+        self._given_step: int | None = None
+        """Last step of the row whose values the framework was given."""
 
     def _begin(
         self, folder: str | Path, max_steps: int, log_every: int | None, *, is_new: bool, **own: Any
@@ -115,7 +117,7 @@ class MonitorOwner:
         own["total_steps"] = max_steps if max_steps > 0 else None
         if log_every:
             own["log_every"] = log_every
-        self.monitor = TrainingMonitor(**(own | self._monitor_options))
+        self.monitor, self._given_step = TrainingMonitor(**(own | self._monitor_options)), None
         self.strict = self.strict or self.monitor.config.strict
         act_on_run(self.monitor, "console", _leave_rows_to_framework)
         self.monitor.says_what_was_not_given(False)  # the callbacks have clearer words for what is missing
@@ -125,20 +127,19 @@ class MonitorOwner:
         """Replace a method until the training ends."""
         self._put_back.append(replace_method(owner, name, around))
 
-    def _end_window(self, *, wait: bool, **last_values: Any) -> dict[int, dict[str, float]]:
-        """End the window where the framework logs a row. Returns the windows that are known now, by their last step.
+    def _end_window(self, *, wait: bool, **last_values: Any) -> dict[str, float]:
+        """End the window where the framework logs a row. Returns the values of the newest row, each row once.
 
-        With several ranks, the values of a window arrive after its row was logged.
+        With several ranks, the values of a window arrive after its row was logged, so these are of the window before.
         """
-        if self.monitor is not None:
-            act_on_run(self.monitor, "log_now", lambda run: run.ask_for_window())
-            self.monitor.log_now(wait=wait, **last_values)
-        return self._known_windows()
-
-    def _known_windows(self) -> dict[int, dict[str, float]]:
-        """The windows of the framework whose values have become known since the last call, by their last step."""
-        found = [] if self.monitor is None else take_asked_windows(self.monitor)
-        return {step: framework_metrics(values, self._metrics) for step, values in found}
+        if self.monitor is None:
+            return {}
+        self.monitor.log_now(wait=wait, **last_values)
+        step, values = newest_row(self.monitor)
+        if step == self._given_step:
+            return {}
+        self._given_step = step
+        return framework_metrics(values, self._metrics)
 
     def _is_alone(self, callbacks: Iterable[Any], kind: type) -> bool:
         return not any(isinstance(other, kind) and other is not self for other in callbacks)

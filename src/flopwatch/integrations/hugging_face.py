@@ -1,6 +1,5 @@
 """A callback for the Hugging Face `Trainer` and its subclasses, such as the trainers of TRL."""
 
-import copy
 import json
 import logging
 from collections.abc import Callable
@@ -54,7 +53,6 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
     def __init__(self, output_dir: str | Path | None = None, *, metrics: Selection = "basic", **monitor_options: Any):
         super().__init__(None if output_dir is None else str(output_dir), metrics, monitor_options)
         self._steps_to_log = 0
-        self._trackers: list[Any] = []
         self._added: dict[str, float] = {}
         """What we add to the row that the `Trainer` is logging."""
         self.totals: dict[str, Any] = {}
@@ -95,7 +93,6 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
         # be iterating over the list. Callbacks behind this one keep their index, so each is called once.
         callbacks = trainer.callback_handler.callbacks
         callbacks.insert(0, callbacks.pop(next(i for i, each in enumerate(callbacks) if each is self)))
-        self._trackers = [each for each in callbacks if _is_tracker(each)]
         for each in callbacks:
             if self._changes_rows_of(each):
                 self._replace(each, "on_log", self._on_changed_log)
@@ -114,7 +111,6 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
         if self.monitor is not None:
             self._steps_to_log += 1
             self.monitor.log_step(state.global_step, state.epoch)
-            self._send_late(self._known_windows(), args, state, control)
 
     @harmless
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -123,18 +119,9 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
             return  # this row is from an evaluation or from code of the user
         self._steps_to_log = 0
         # Waiting for the device takes no time here, because the Trainer has just read the loss from it.
-        known = self._end_window(wait=True, **{name: logs.get(name) for name in ("loss", "grad_norm", "learning_rate")})
-        self._added = known.pop(state.global_step, {})
+        given = {name: logs.get(name) for name in ("loss", "grad_norm", "learning_rate")}
+        self._added = self._end_window(wait=True, **given)
         self._add_to(logs)
-        self._send_late(known, args, state, control)
-
-    def _send_late(self, known: dict[int, dict[str, float]], args: Any, state: Any, control: Any) -> None:
-        """Give the trackers the values of earlier rows, each with its step."""
-        for step, values in known.items():
-            at_step = copy.copy(state)
-            at_step.global_step = step
-            for tracker in self._trackers if values else ():
-                tracker.on_log(args, at_step, control, logs=dict(values))
 
     def _add_to(self, logs: dict[str, Any]) -> None:
         logs.update(self._added)
@@ -164,7 +151,6 @@ class FlopwatchCallback(MonitorOwner, _callbacks.TrainerCallback, _callbacks.Exp
     @harmless
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.end()
-        self._send_late(self._known_windows(), args, state, control)
 
     def state(self) -> dict[str, Any]:
         """The state that a checkpoint stores: the totals, and the options that can be stored as JSON."""

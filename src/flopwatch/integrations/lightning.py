@@ -138,8 +138,10 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
         self.monitor.log_step(trainer.global_step - 1, trainer.current_epoch, **values)
         self._loss = self._learning_rate = None
         self._is_row_due = lightning_logs_this_step(trainer)
-        ends_here = self._is_row_due and self._has_own_rows
-        self._send_late(trainer, self._end_window(wait=False) if ends_here else self._known_windows())
+        if self._is_row_due and self._has_own_rows:
+            values = self._end_window(wait=False)
+            for logger in trainer.loggers if values else ():
+                logger.log_metrics(values, self._steps_done - 1)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._enter(self._phases, "eval")
@@ -151,7 +153,6 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
     @harmless
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.end()
-        self._send_late(trainer, self._known_windows())
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self.end()
@@ -204,16 +205,7 @@ class FlopwatchCallback(MonitorOwner, _lightning().Callback):  # type: ignore[mi
     @harmless
     def _row(self, trainer: Any, metrics: Mapping[str, Any]) -> dict[str, float]:
         # If there are tensors, Lightning reads them from the device now, so that waiting for it takes no time.
-        known = self._end_window(wait=any(isinstance(value, torch.Tensor) for value in metrics.values()))
-        values = known.pop(self._steps_done - 1, {})
-        self._send_late(trainer, known)
-        return values
-
-    def _send_late(self, trainer: Any, known: dict[int, dict[str, float]]) -> None:
-        """Give the loggers the values of earlier rows, each with its step."""
-        for step, values in known.items():
-            for logger in trainer.loggers if values else ():
-                logger.log_metrics(values, step)
+        return self._end_window(wait=any(isinstance(value, torch.Tensor) for value in metrics.values()))
 
     def _save(self, save_checkpoint: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as phase:

@@ -12,7 +12,7 @@ from flopwatch.monitor.counters.values import ENERGY, OF_RANKS, POWER, energy_pe
 from flopwatch.monitor.measured_step import AMOUNTS, MeasuredStep, effective_peak, find_warm_up, mean_of, window_values
 from flopwatch.monitor.ranks.job_values import job_totals, job_values
 from flopwatch.monitor.ranks.reports import RankReport, Window
-from flopwatch.monitor.totals import RunTotals, Span
+from flopwatch.monitor.totals import RunTotals
 from flopwatch.records.flops import Peak
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Number, PartialRow, Row
@@ -116,37 +116,6 @@ class NewestRow:
     last_loss: Number | None = None
 
 
-class AskedWindows:
-    """Windows whose values a framework has asked for; each may be several rows of the log."""
-
-    def __init__(self) -> None:
-        self.last_steps: list[int] = []
-        """Last steps of windows that are in no row yet."""
-        self.span, self._is_whole = Span(), True
-        """The rows since the last window that was asked for, and whether none of them has steps of that window too."""
-        self._answers: list[tuple[int, dict[str, Number]]] = []
-
-    def answer(self, newest: NewestRow, layout: JobLayout) -> None:
-        """Answer the request that ends with the newest row. A request that ends inside of a row gets no answer."""
-        last = -1 if newest.step is None else newest.step
-        due = [step for step in self.last_steps if step <= last]
-        if not due:
-            return
-        span = self.span
-        is_known = span.rows == 1 or span.fewest_ranks in (None, layout.world_size)
-        if due == [last] and self._is_whole and is_known:
-            more = {} if span.rows == 1 else span.values(layout.devices_per_batch, layout.data_parallel_size)
-            exact = {} if span.exact is None else {"perf/exact": int(span.exact)}
-            self._answers.append((last, newest.values | more | exact))
-        del self.last_steps[: len(due)]
-        self.span, self._is_whole = Span(), due[-1] == last
-
-    def take(self) -> list[tuple[int, dict[str, Number]]]:
-        """Last step and values of the windows that are complete since the last call."""
-        answers, self._answers = self._answers, []
-        return answers
-
-
 class RowMaker:
     """Makes one row of each window of steps. The first windows are kept until it is known which steps are warm-up.
 
@@ -159,7 +128,6 @@ class RowMaker:
         self.layout = JobLayout(world_size, config.data_parallel_size or world_size)
         self.exactness = RowExactness()
         self.newest = NewestRow()
-        self.asked = AskedWindows()
         self._joules = self._joules_seconds = 0.0
         self._held: list[Window] = []
         self._steps_seen = 0
@@ -221,7 +189,7 @@ class RowMaker:
         is_detailed = self._is_detailed(last.step)
         report = window.report if window.ranks == layout.world_size else None
         exact, notes = self.exactness.judge(window, layout.world_size)
-        values = self._rates(window, peak, report, exact=exact)
+        values = self._rates(window, peak, report)
         own_peak = peak_in_use(steps, peak)
         mean_peak = values.get("perf/peak_flops_per_second_per_device") or own_peak  # not in a row of warm-up steps
         of_all_ranks = {} if report is None else job_totals(report, layout.data_parallel_size)
@@ -237,7 +205,6 @@ class RowMaker:
         missing = 0 if window.report is None else layout.world_size - window.ranks
         loss = values.get("training/loss", self.newest.last_loss)
         self.newest = NewestRow(last.step, values, missing, loss)
-        self.asked.answer(self.newest, layout)
         return Row(
             last.step,
             time.time(),
@@ -266,11 +233,10 @@ class RowMaker:
             self._joules_seconds += joules / watts if watts else 0.0
         return values | energy_per_work(rates, watts)
 
-    def _rates(self, window: Window, peak: Peak | None, report: RankReport | None, *, exact: bool) -> dict[str, Number]:
+    def _rates(self, window: Window, peak: Peak | None, report: RankReport | None) -> dict[str, Number]:
         """Return the rates of a window, those of all ranks if there is a report. Also add the window to the sums."""
         layout, flops_per_s = self.layout, None if peak is None else peak.flops_per_s
-        for span in (self.totals.of_session, self.asked.span):
-            span.add(window, flops_per_s, layout.world_size, exact=exact)
+        self.totals.of_session.add(window, flops_per_s, layout.world_size)
         devices, ranks = layout.devices_per_batch, layout.world_size
         values = window_values(window.steps, peak_flops_per_s=flops_per_s, device_count=devices, world_size=ranks)
         if report is not None:

@@ -293,12 +293,6 @@ class MonitoredRun:
                 **{name: value for name, value in known.items() if value is not None}
             )
 
-    def ask_for_window(self) -> None:
-        """Ask for the values of the steps since the last request, for a framework that logs a row here."""
-        if self.ranks.is_logging and self.recorder.last_step is not None:
-            self.rows.asked.last_steps.append(self.recorder.last_step)
-            self.rows.asked.answer(self.rows.newest, self.rows.layout)
-
     # --- Ranks --------------------------------------------------------------------------------------------------------
 
     def _take_from_ranks(self, wait_seconds: float = 0.0) -> None:

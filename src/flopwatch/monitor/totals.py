@@ -223,23 +223,17 @@ class Span:
     """Sums of several windows, for rates that are those of all of them together.
 
     Attributes:
-        rows: How many windows it has.
         fewest_ranks: The number of ranks that reported in the window in which the fewest did; None without windows.
-        exact: Whether the FLOPs of all windows are exact; None without windows.
     """
 
-    rows: int = 0
     fewest_ranks: int | None = None
-    exact: bool | None = None
     _peak_flops_per_s: float | None = None
     _report: RankReport | None = None
     _sums: dict[tuple[str, ...], Any] = field(default_factory=dict)
     """Sums of steps, by the names of the values that these steps have. A rate leaves out steps that lack its value."""
 
-    def add(self, window: Window, peak_flops_per_s: float | None, world_size: int = 1, *, exact: bool = True) -> None:
-        self.rows += 1
+    def add(self, window: Window, peak_flops_per_s: float | None, world_size: int = 1) -> None:
         self.fewest_ranks = window.ranks if self.fewest_ranks is None else min(self.fewest_ranks, window.ranks)
-        self.exact = exact and self.exact is not False
         self._peak_flops_per_s = peak_flops_per_s
         if window.report is not None and window.ranks == world_size:
             self._report = window.report if self._report is None else extend(self._report, window.report)

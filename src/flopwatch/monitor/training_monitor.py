@@ -558,10 +558,10 @@ def note_exit(monitor: TrainingMonitor, code: Any) -> None:
     monitor._exit = SystemExit(code)
 
 
-def take_asked_windows(monitor: TrainingMonitor) -> list[tuple[int, dict[str, Number]]]:
-    """Last step and values of each window that a framework has asked for and that is newly complete."""
+def newest_row(monitor: TrainingMonitor) -> tuple[int | None, dict[str, Number]]:
+    """Last step and values of the newest row; None and nothing before the first row."""
     run = monitor._started_run
-    return [] if run is None else run.rows.asked.take()
+    return (None, {}) if run is None else (run.rows.newest.step, dict(run.rows.newest.values))
 
 
 def open_monitors() -> "list[TrainingMonitor]":

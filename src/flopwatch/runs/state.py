@@ -7,11 +7,10 @@ from typing import Literal
 
 from flopwatch.process import is_alive
 from flopwatch.records.run import Notice, Number, Provenance, Record, Row, RunStart, Summary, marked
-from flopwatch.records.time_uses import LOST
 from flopwatch.runs.given_peak import ChoosePeak, PeakGiver
 from flopwatch.runs.log_file import NoLogError, find_log
 from flopwatch.runs.reading import LogFollower
-from flopwatch.stats import Thinned, percentile
+from flopwatch.stats import Thinned
 
 
 class WatchFeed:
@@ -77,12 +76,6 @@ _MOST_POINTS = 1024
 _MOST_NOTICES = 20
 _SHORTEST_SILENCE_SECONDS = 30.0
 _WINDOWS_OF_SILENCE = 3
-_PERCENTILE_STEPS = 512
-"""Percentiles are over this many steps, as in the metric `perf/step_time_p50`."""
-_TIMES = ("train", "warm_up", "wall", *(key for key in LOST if key not in ("compile", "stall")))
-"""All warm-up is one part; a stall is part of the steps."""
-_LEAST_SHARE_PERCENT = 1e-9
-"""A smaller share of the FLOPs is treated as 0, because it is a rounding error."""
 
 
 class WatchedCurve:
@@ -90,11 +83,9 @@ class WatchedCurve:
 
     def __init__(self) -> None:
         self._points: Thinned[tuple[float, float]] = Thinned(_MOST_POINTS, _mean)
-        self.ends = (0, 0)  # the first and the last step that were added
 
     def add(self, step: int, value: float) -> None:
         if isfinite(value):
-            self.ends = (self.ends[0] if self._points else step, step)
             self._points.add((step, value))
 
     def drop_after(self, step: float) -> None:
@@ -106,12 +97,6 @@ class WatchedCurve:
 
 def _mean(points: list[tuple[float, float]]) -> tuple[float, float]:
     return sum(step for step, _ in points) / len(points), sum(value for _, value in points) / len(points)
-
-
-def timed_seconds(row: Row) -> list[float]:
-    seconds = row.steps.get("seconds", ())
-    warm_up = row.steps.get("warm_up") or [False] * len(seconds)
-    return [value for value, is_warm_up in zip(seconds, warm_up, strict=False) if value is not None and not is_warm_up]
 
 
 class WatchedRun:
@@ -139,7 +124,6 @@ class WatchedRun:
         self.curves = {key: WatchedCurve() for key in CURVES}
         self.heard_unix_time = -inf
         self._first_row: Row | None = None
-        self._recent_seconds: deque[float] = deque(maxlen=_PERCENTILE_STEPS)
 
     def add(self, record: Record) -> None:
         if isinstance(record, RunStart):
@@ -168,7 +152,6 @@ class WatchedRun:
         self._first_row = self._first_row or row
         if "training/loss" in row.values:
             self.loss = row.step, row.values["training/loss"]
-        self._recent_seconds.extend(timed_seconds(row))
         for key, curve in self.curves.items():
             if key in row.values:
                 curve.add(row.step, row.values[key])
@@ -180,38 +163,6 @@ class WatchedRun:
     def value(self, key: str) -> Number | None:
         """A metric of the newest window only, so that all values on the screen belong to the same steps."""
         return None if self.row is None else self.row.values.get(key)
-
-    def step_time_percentiles(self) -> dict[str, float]:
-        ordered = sorted(self._recent_seconds)
-        return {f"p{percent}": percentile(ordered, percent / 100) for percent in (50, 90, 99)} if ordered else {}
-
-    def seconds_spent(self) -> dict[str, float]:
-        ledger = self.row.ledger.get("seconds", {}) if self.row is not None else {}
-        return {
-            name: float(ledger.get(name, 0.0) if ledger else self.value(f"time/{name}_seconds") or 0.0)
-            for name in _TIMES
-        }
-
-    def flops_shares(self) -> dict[str, float]:
-        row = self.row
-        if row is None:
-            return {}
-        if row.all_ranks:
-            known = [(row.all_ranks.get("model_flops"), row.all_ranks.get("hardware_flops"))]
-        else:  # of the logging rank
-            known = list(zip(row.steps.get("model_flops", ()), row.steps.get("hardware_flops", ()), strict=False))
-        counted = [(model, hardware) for model, hardware in known if model is not None and hardware is not None]
-        executed = sum(hardware for _, hardware in counted)
-        if not executed:
-            return {}
-        useful, again = 100 * sum(model for model, _ in counted) / executed, self.value("perf/recompute_percent")
-        rest = 100 - useful - (again or 0.0)
-        rest = rest if rest > _LEAST_SHARE_PERCENT else 0.0
-        if again is None:
-            return {"useful": useful, "recompute or padding": rest}
-        # What is neither useful nor recomputed is padding, or attention across packed documents.
-        name = "pairs across documents" if self.value("perf/padding_percent") == 0 else "padding"
-        return {"useful": useful, "recompute": again, name: rest}
 
     @property
     def wall_seconds_per_step(self) -> float | None:

@@ -129,5 +129,4 @@ def _frame(feed: WatchFeed, console: "Console") -> "RenderableType":
     from flopwatch.cli.run_logs.watch_screen import draw_frame
 
     width, height = console.size
-    in_colour = console.color_system is not None and not console.no_color
-    return Group(*draw_frame(feed.run, feed.place, feed.unix_time(), width=width, height=height, in_colour=in_colour))
+    return Group(*draw_frame(feed.run, feed.place, feed.unix_time(), width=width, height=height))

@@ -15,7 +15,7 @@ from flopwatch.runs.counters import Counters, counters_of
 from flopwatch.runs.given_peak import ChoosePeak, giver_of, with_peak
 from flopwatch.runs.log_file import find_log
 from flopwatch.runs.reading import RunLog, read_around, read_log
-from flopwatch.runs.state import standing, timed_seconds
+from flopwatch.runs.state import standing
 from flopwatch.runs.traces import TraceSplit
 from flopwatch.runs.waterfall import Waterfall, logged_seconds, seconds_of, waterfall_of
 from flopwatch.stats import Thinned
@@ -362,7 +362,7 @@ class _Collector:
         return row if is_newest or (row.exact is False and self.exact[False] == 1) else None
 
     def _add_points(self, row: Row, numbers: Sequence[int]) -> None:
-        times = timed_seconds(row)
+        times = _timed_seconds(row)
         together = sum(times)
         drawn = MAIN_KEYS if row.counters_source is None else (*MAIN_KEYS, *COUNTER_KEYS)
         for key, value in row.values.items():
@@ -429,3 +429,10 @@ def _grown(later: _Times | None, step: int | None, seconds: Mapping[str, float])
 
 def _is_of_user(key: str) -> bool:
     return key not in METRICS or key in ("training/lr", "training/grad_norm")
+
+
+def _timed_seconds(row: Row) -> list[float]:
+    """The times of the row's steps, without warm-up."""
+    seconds = row.steps.get("seconds", ())
+    warm_up = row.steps.get("warm_up") or [False] * len(seconds)
+    return [value for value, is_warm_up in zip(seconds, warm_up, strict=False) if value is not None and not is_warm_up]
