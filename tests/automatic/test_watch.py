@@ -96,6 +96,23 @@ def test_a_teacher_belongs_to_the_first_step(watched, is_frozen):
 
 
 @pytest.mark.slow
+def test_a_bare_encoder_layer_is_one_module_whose_batches_are_known(watched):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(6):
+        layer(torch.randn(4, 5, 8)).sum().backward()
+        optimizer.step()
+    layer.eval()
+    with torch.no_grad(), torch.profiler.profile() as recorded:
+        layer(torch.randn(4, 5, 8))
+    watched.stop()
+    assert watched.monitor.summary.values["total/samples"] == 6 * 4
+    assert "several_models" not in watched.monitor.summary.notices
+    names = {event.key for event in recorded.key_averages()}
+    assert "aten::_transformer_encoder_layer_fwd" in names, "a hook would keep torch from using its fused kernel"
+
+
+@pytest.mark.slow
 def test_more_calls_than_a_step_has_are_told_and_not_measured(watched):
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -134,8 +134,10 @@ class RootCalls:
         if len(self.calls) < _MOST_CALLS:
             self.calls.append(kind)
             self.nodes.append(0)
-        # With a hook on this layer, torch would not use its fused kernel. So calls of its parts are recorded instead.
-        if place is not None and not isinstance(module, nn.TransformerEncoderLayer):
+        # With a hook on this layer, torch would not use its fused kernel, which it never uses in training mode. So where
+        # it may use it, calls of the layer's parts are recorded instead.
+        may_be_fused = isinstance(module, nn.TransformerEncoderLayer) and not module.training
+        if place is not None and not may_be_fused:
             place.table.pop(place.key, None)
             self._began = recorded_operations() or 0
             self.inside = own
