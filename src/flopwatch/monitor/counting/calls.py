@@ -134,8 +134,8 @@ class RootCalls:
         if len(self.calls) < _MOST_CALLS:
             self.calls.append(kind)
             self.nodes.append(0)
-        # With a hook on this layer, torch would not use its fused kernel, which it never uses in training mode. So where
-        # it may use it, calls of the layer's parts are recorded instead.
+        # With a hook on this layer, torch would not use its fused kernel, which it may use outside of training mode. So
+        # calls of the layer's parts are recorded there instead.
         may_be_fused = isinstance(module, nn.TransformerEncoderLayer) and not module.training
         if place is not None and not may_be_fused:
             place.table.pop(place.key, None)
