@@ -1,14 +1,29 @@
-"""A real Ray of one node, or of several, on loopback of this machine."""
+"""A real Ray cluster on loopback of this machine, with ports and a folder of its own."""
 
 import os
+import tempfile
 from contextlib import contextmanager
 from importlib.util import find_spec
 from unittest.mock import patch
 
 import pytest
 
-from flopwatch.optional import require
-from flopwatch.sweep.engines.ray_task import local_environment, start_local
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Without this variable, Ray listens on all interfaces, at the address of the network card.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Ray runs its workers at nice 15, and so the trials too.
+    "RAY_worker_niceness": "0",
+    # Without this variable, it would depend on a token in the home folder whether anybody can connect.
+    "RAY_AUTH_MODE": "disabled",
+}
+_QUICK = {
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_health_check_initial_delay_ms": "500",
+}
+"""Nodes are found dead within seconds instead of a minute."""
 
 
 def need_ray():
@@ -21,47 +36,21 @@ def need_ray():
 
 
 @contextmanager
-def real_ray(cpus=4, gpus=2):
-    """One node with GPUs that do not exist; a RayEngine made meanwhile uses it and leaves it running."""
-    need_ray()
-    with patch.dict(os.environ, local_environment()):
-        ray = require("ray", "ray")
-        start_local(ray, cpus, gpus)
-        try:
-            yield ray
-        finally:
-            ray.shutdown()
+def ray_cluster(cpus=0, gpus=0, port=None):
+    """A head with these resources, at `cluster.address`; others join by `cluster.add_node(num_cpus=1)`.
 
-
-@contextmanager
-def ray_cluster():
-    """A head without resources to which nodes are added: `cluster.add_node(num_cpus=1)`. Address: `cluster.address`."""
+    The GPUs do not exist. `port` is that of an earlier head.
+    """
     need_ray()
-    # Nodes are found dead within seconds instead of a minute.
-    quick = {"RAY_health_check_period_ms": "500", "RAY_health_check_timeout_ms": "1000"}
-    quick |= {"RAY_health_check_failure_threshold": "3", "RAY_health_check_initial_delay_ms": "500"}
-    with patch.dict(os.environ, {**local_environment(), **quick}):
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        patch.dict(os.environ, _ENVIRONMENT | _QUICK),
+    ):
         from ray.cluster_utils import Cluster
 
-        cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 0, "include_dashboard": False, "node_ip_address": "127.0.0.1"},
-        )
-        try:
-            yield cluster
-        finally:
-            cluster.shutdown()
-
-
-@contextmanager
-def ray_head(cpus, port=None):
-    """A head with Ray's own timeouts, on the port of an earlier head if given; `kill_gcs` ends its control service."""
-    need_ray()
-    with patch.dict(os.environ, local_environment()):
-        from ray.cluster_utils import Cluster
-
-        settings = {"num_cpus": cpus, "include_dashboard": False, "node_ip_address": "127.0.0.1"}
-        cluster = Cluster(initialize_head=True, head_node_args={**settings, "gcs_server_port": port})
+        head = {"num_cpus": cpus, "num_gpus": gpus, "gcs_server_port": port, "temp_dir": folder}
+        head |= {"include_dashboard": False, "node_ip_address": "127.0.0.1"}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             yield cluster
         finally:
@@ -70,3 +59,7 @@ def ray_head(cpus, port=None):
 
 def kill_gcs(cluster):
     cluster.head_node.all_processes["gcs_server"][0].process.kill()
+
+
+def kill_raylet(node):
+    node.all_processes["raylet"][0].process.kill()

@@ -47,17 +47,3 @@ def test_without_the_logger_connector_lightnings_documented_rule_decides():
 def test_a_model_that_fabric_has_not_wrapped_is_itself():
     model = torch.nn.Linear(2, 2)
     assert without_fabric_wrapper(model) is model
-
-
-def test_without_rays_key_value_store_the_nodes_of_trials_are_not_recorded(monkeypatch):
-    from flopwatch import library_internals
-    from flopwatch.sweep.engines import ray_task
-
-    for missing in ("_internal_kv_put", "_internal_kv_get", "_internal_kv_del"):
-        names = {"_internal_kv_put", "_internal_kv_get", "_internal_kv_del"} - {missing}
-        store = SimpleNamespace(**dict.fromkeys(names))
-        monkeypatch.setattr(library_internals, "import_module", lambda _, store=store: store)
-        library_internals.ray_records.cache_clear()
-        assert library_internals.ray_records() is None
-        assert ray_task.Driver(None)._begun() == {}
-    library_internals.ray_records.cache_clear()

@@ -44,14 +44,19 @@ PARTS = (
         "scale", "benchmarks/sweeps/scale.py --trials 10000", "the runner is as quick at the last trial as at the first"
     ),
     Part("isolation", "benchmarks/sweeps/isolation.py --trials 1000", "1,000 trials leave nothing behind"),
-    Part("sweep-cost", "benchmarks/sweeps/campaign.py", "killed runners, and the cost per trial under every engine"),
+    Part("sweep-cost", "benchmarks/sweeps/trial_overhead.py --model tiny", "the cost per trial under every engine"),
     Part(
         "kills-local",
         "benchmarks/reliability/never_twice.py --engine local --kills 20",
         "runner, supervisor, worker, and supervisor with guard killed: nothing runs twice, is lost or left",
     ),
     Part("kills-slurm", "benchmarks/reliability/never_twice.py --engine slurm --kills 20", "the same under Slurm"),
-    Part("kills-ray", "benchmarks/reliability/never_twice.py --engine ray --kills 20", "the same under Ray"),
+    Part("kills-ray", "benchmarks/reliability/never_twice.py --engine ray --kills 20", "the same on a Ray cluster"),
+    Part(
+        "ray-outages",
+        "benchmarks/reliability/ray_outages.py --kills 10",
+        "raylet and GCS of a Ray cluster killed: all trials end, and none is lost that had not begun",
+    ),
     Part(
         "nfs", "benchmarks/sweeps/nfs_sweep.py --seconds 60", "the same on a stand-in for NFS, attributes cached 60 s"
     ),

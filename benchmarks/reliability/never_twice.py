@@ -11,7 +11,6 @@ start children in sessions of their own; torch trials are the smallest model the
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -26,7 +25,6 @@ from pathlib import Path
 
 from flopwatch.process import read_stat
 from flopwatch.records.sweep_results import read_result, read_results
-from reliability.sweep_kills import running_trials
 
 WHOM = ("runner", "supervisor", "worker", "both", "guard")
 """`both` is the runner and all supervisors, `guard` a supervisor with the process that would end its trial."""
@@ -144,6 +142,22 @@ class Campaign:
             settings = ["--steps=2", "warmup_steps=1", "device=cpu", "--model=tiny"]
             return ["--trainer", "locked_trainer:Locked", *settings]
         return ["--command", _SHELL.replace("{python}", sys.executable).replace("{folder}", str(self.folder))]
+
+
+def running_trials(sweep: Path) -> dict[str, list[int]]:
+    """Processes by trial, those of workers only: supervisors do not carry the mark."""
+    found: dict[str, list[int]] = {}
+    mark = f"FLOPWATCH_TRIAL_DIR={sweep.resolve()}/trials/".encode()
+    for entry in Path("/proc").iterdir():
+        try:
+            values = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0] if values else "Z"
+        except OSError:
+            continue
+        for value in values:
+            if value.startswith(mark) and state != "Z":
+                found.setdefault(value.removeprefix(mark).decode(), []).append(int(entry.name))
+    return found
 
 
 def supervisors(sweep: Path) -> list[int]:
@@ -283,42 +297,21 @@ def _finish(campaign: Campaign, runner: "subprocess.Popen[bytes] | None", tally:
 def cluster(engine: str) -> Iterator[list[str]]:
     """What the command line needs for this engine; a Slurm or Ray is up meanwhile."""
     if engine == "slurm":
-        from sweeps.campaign import slurm
+        from testbeds.real_slurm import real_slurm
 
-        with slurm():
+        with (
+            tempfile.TemporaryDirectory(prefix="flopwatch-slurm-", ignore_cleanup_errors=True) as folder,
+            real_slurm(Path(folder)) as environment,
+        ):
+            os.environ.update(environment)
             yield ["--engine", "slurm"]
     elif engine == "ray":
-        with ray_head() as address:
-            yield ["--engine", "ray", "--engine-option", f"address={address}"]
+        from testbeds.real_ray import ray_cluster
+
+        with ray_cluster(cpus=2) as head:
+            yield ["--engine", "ray", "--engine-option", f"address={head.address}"]
     else:
         yield ["--engine", "local", "--jobs", "2"]
-
-
-@contextlib.contextmanager
-def ray_head() -> Iterator[str]:
-    """A Ray that outlives its runners, as a lab's does: one node on loopback, in a process of its own."""
-    code = (
-        "import json, os, sys; from testbeds.real_ray import ray_cluster\n"
-        "with ray_cluster() as cluster:\n"
-        "    cluster.add_node(num_cpus=2)\n"
-        "    names = [name for name in os.environ if name.startswith('RAY_') or name == 'PYTHONPATH']\n"
-        "    environment = {name: os.environ[name] for name in names}\n"
-        "    print(json.dumps({'address': cluster.address, 'environment': environment}), flush=True)\n"
-        "    sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as head:
-        assert head.stdout is not None
-        assert head.stdin is not None
-        try:
-            lines = iter(head.stdout.readline, "")
-            told = json.loads(next(line for line in lines if line.startswith("{")))
-            os.environ.update(told["environment"])  # runners need its token, and must not look for another address
-            yield told["address"]
-        finally:
-            head.stdin.close()
-            head.wait(60)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """What a sweep costs over starting its workers by hand: both, turn by turn, as one ratio with its spread.
 
-    python benchmarks/sweeps/trial_overhead.py --engine local
+    python benchmarks/sweeps/trial_overhead.py --engines local ray slurm
 
 The other side is a shell loop (local), bare Ray tasks (ray) or a bare sbatch array (slurm), each starting the same
 workers on the same trials. Preflight is off: it is work the other side does not do.
@@ -22,6 +22,7 @@ from flopwatch.records.sweep_results import read_results
 from flopwatch.sweep.folder import Trial, held_folder, prepare
 from flopwatch.sweep.spec.matrix import expand, read_matrix
 from flopwatch.sweep.spec.names import trial_names
+from reliability.never_twice import cluster
 
 _WORKER = [sys.executable, "-m", "flopwatch.sweep.worker.main"]
 
@@ -60,7 +61,7 @@ def swept(folder: Path, words: list[str], engine: list[str]) -> float:
     return seconds
 
 
-def by_shell_loop(folder: Path, words: list[str]) -> float:
+def by_shell_loop(folder: Path, words: list[str], flags: list[str]) -> float:
     trials = prepared(folder, words)
     script = "".join(
         f"'{sys.executable}' -m flopwatch.sweep.worker.main '{trial}' > '{trial}/log' 2>&1\n" for trial in trials
@@ -68,25 +69,23 @@ def by_shell_loop(folder: Path, words: list[str]) -> float:
     return _timed(["/bin/sh", "-ec", script], trials)
 
 
-def by_ray_tasks(folder: Path, words: list[str]) -> float:
-    """A program of its own, as the sweep is: starting Ray is part of both, and it is the same Ray."""
+def by_ray_tasks(folder: Path, words: list[str], flags: list[str]) -> float:
+    """A program of its own, as the sweep is, on the same cluster."""
     trials = prepared(folder, words)
     program = (
-        "import json, os, subprocess, sys\n"
-        "from flopwatch.sweep.engines.ray_task import local_environment, start_local\n"
-        "os.environ.update(local_environment())\n"
-        "import ray\n"
-        "start_local(ray, None, None)\n"
+        "import json, os, ray, subprocess, sys\n"
+        "ray.init(address=sys.argv[2])\n"
         "@ray.remote(num_cpus=1, max_calls=1, max_retries=0)\n"
         "def run(trial):\n"
         "    return subprocess.run([sys.executable, '-m', 'flopwatch.sweep.worker.main', trial],\n"
         "                          stdout=open(trial + '/log', 'w'), stderr=subprocess.STDOUT).returncode\n"
         "assert not any(ray.get([run.remote(trial) for trial in json.loads(sys.argv[1])]))\n"
     )
-    return _timed([sys.executable, "-c", program, json.dumps([str(trial) for trial in trials])], trials)
+    address = flags[-1].partition("=")[2]
+    return _timed([sys.executable, "-c", program, json.dumps([str(trial) for trial in trials]), address], trials)
 
 
-def by_sbatch_array(folder: Path, words: list[str]) -> float:
+def by_sbatch_array(folder: Path, words: list[str], flags: list[str]) -> float:
     trials = prepared(folder, words)
     (folder / "list").write_text("".join(f"{trial}\n" for trial in trials))
     line = f'trial=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {folder}/list)'
@@ -106,22 +105,21 @@ def _timed(command: list[str], trials: list[Path]) -> float:
     return seconds
 
 
-BARE: dict[str, Callable[[Path, list[str]], float]] = {
+BARE: dict[str, Callable[[Path, list[str], list[str]], float]] = {
     "local": by_shell_loop,
     "ray": by_ray_tasks,
     "slurm": by_sbatch_array,
 }
 
 
-def compare(engine: str, options: list[str], words: list[str], rounds: int) -> list[tuple[float, float]]:
+def compare(engine: str, flags: list[str], words: list[str], rounds: int) -> list[tuple[float, float]]:
     """Seconds of the sweep and of the bare way, round by round, the order changing."""
-    flags = ["--engine", engine, *(word for option in options for word in ("--engine-option", option))]
     pairs = []
     for number in range(rounds):
         folder = Path(tempfile.mkdtemp(prefix="flopwatch-overhead-"))
         sides: list[Callable[[], float]] = [
             lambda folder=folder: swept(folder / "sweep", words, flags),  # type: ignore[misc]
-            lambda folder=folder: BARE[engine](folder / "bare", words),  # type: ignore[misc]
+            lambda folder=folder: BARE[engine](folder / "bare", words, flags),  # type: ignore[misc]
         ]
         seconds = {index: sides[index]() for index in ((0, 1) if number % 2 == 0 else (1, 0))}
         pairs.append((seconds[0], seconds[1]))
@@ -135,17 +133,20 @@ def compare(engine: str, options: list[str], words: list[str], rounds: int) -> l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=sorted(BARE), default="local")
-    parser.add_argument("--engine-option", action="append", default=[])
+    parser.add_argument("--engines", nargs="+", default=sorted(BARE))
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default="small")
     parser.add_argument("--seq-len", type=int, default=256)
     asked = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it every process compiles its imports again
-    pairs = compare(asked.engine, asked.engine_option, settings(asked.trials, asked.model, asked.seq_len), asked.rounds)
-    ratios = sorted(sweep / bare for sweep, bare in pairs)
-    print(f"{asked.engine}: {asked.trials} trials, ratio {median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})")
+    words, told = settings(asked.trials, asked.model, asked.seq_len), []
+    for engine in asked.engines:
+        with cluster(engine) as flags:
+            pairs = compare(engine, flags, words, asked.rounds)
+        ratios = sorted(sweep / bare for sweep, bare in pairs)
+        told.append(f"{engine} {median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})")
+    print(f"{asked.trials} trials, sweep divided by bare: {', '.join(told)}")
 
 
 if __name__ == "__main__":

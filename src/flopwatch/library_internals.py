@@ -7,15 +7,12 @@ and switches the sink off, and the training and the other sinks continue.
 Checked with transformers 5.22.2, Opacus 1.6.0, lightning 2.6, tensorboard 2.21, wandb 0.31 and mlflow 3.17.
 """
 
-import contextlib
-import functools
 import json
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 from flopwatch.errors import FlopwatchError
 from flopwatch.optional import require
@@ -163,25 +160,3 @@ def mlflow_client(uri: str, timeout_seconds: float) -> Any:
             return answer
 
     return OneTry(partial(require("mlflow.utils.credentials", "mlflow").get_default_host_creds, uri))
-
-
-class RayRecords(NamedTuple):
-    """Calls of Ray's key-value store."""
-
-    put: Callable[..., Any]
-    get: Callable[[bytes], bytes | None]
-    delete: Callable[[bytes], Any]
-
-
-@functools.cache
-def ray_records() -> RayRecords | None:
-    """Ray's key-value store, in which each task of a sweep records its node; None in a release without it.
-
-    The runner needs the nodes, because Ray does not end a task whose node has lost its connection. Without them, it
-    notices this as late as Ray does, and does not withdraw queued tasks.
-    """
-    names = ("_internal_kv_put", "_internal_kv_get", "_internal_kv_del")
-    with contextlib.suppress(ImportError):
-        store = import_module("ray.experimental.internal_kv")
-        return RayRecords(*(getattr(store, name) for name in names)) if all(hasattr(store, n) for n in names) else None
-    return None

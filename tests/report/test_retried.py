@@ -15,12 +15,3 @@ def test_attempts_that_were_lost_are_told():
     assert told == "1 trial needed more than one attempt: b; files of the earlier attempts (2) are in earlier/"
 
 
-def test_files_that_stayed_on_a_node_are_named():
-    files = [f"trials/a/file{number}" for number in range(7)]
-    (told,) = sweep_warnings([result("a", evidence={"left_on_the_node": files})])
-    assert told.startswith("files of a are still on their node, because they were too large to copy: trials/a/file0, ")
-    assert told.endswith("and 2 more")
-
-
-def test_odd_evidence_is_survived():
-    assert not list(sweep_warnings([result("a", evidence={"left_on_the_node": "everything"})]))

@@ -13,7 +13,7 @@ from flopwatch.sweep.engines.ray import RayEngine
 from flopwatch.sweep.engines.slurm import SlurmEngine
 from support.sweeping import TESTS, Listener, left_behind, run_sweep
 from support.warm_sweep import run_sweep_warm
-from testbeds.real_ray import need_ray
+from testbeds.real_ray import ray_cluster
 from testbeds.wait_until import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.requirement("R22")]
@@ -110,8 +110,9 @@ def test_under_the_local_engine(tmp_path, killer):
 
 
 def test_under_the_ray_engine(tmp_path, killer):
-    need_ray()
-    check_endings(tmp_path / "sweep", killer, partial(run_sweep, engine=RayEngine(cpus=5, gpus=0)))
+    with ray_cluster(cpus=5) as cluster:
+        engine = RayEngine(cluster.address)
+        check_endings(tmp_path / "sweep", killer, partial(run_sweep, engine=engine))
 
 
 def test_under_the_slurm_engine(slurm, tmp_path, killer):

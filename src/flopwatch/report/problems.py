@@ -292,7 +292,3 @@ def sweep_warnings(results: Sequence[TrialResult]) -> Iterator[str]:
             f"{plural(len(retried), 'trial')} needed more than one attempt: {listed(retried)}; "
             f"files of the earlier attempts ({sum(lost.values()):,}) are in earlier/"
         )
-    for result in results:
-        if (files := result.evidence.get("left_on_the_node")) and isinstance(files, list):
-            said = listed([str(path) for path in files])
-            yield f"files of {result.name} are still on their node, because they were too large to copy: {said}"

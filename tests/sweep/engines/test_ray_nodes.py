@@ -8,7 +8,6 @@ import psutil
 import pytest
 
 from flopwatch.records.trial import Limits, TrialSpec
-from flopwatch.sweep.engines import ray as engine_module
 from flopwatch.sweep.engines.protocol import ending_from_evidence
 from flopwatch.sweep.engines.ray import RayEngine
 from support.engines import contract
@@ -26,9 +25,8 @@ def cluster():
 
 
 @pytest.fixture
-def engine(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_module, "_NODES_EVERY_SECONDS", 0.5)
-    engine = RayEngine(address=cluster.address)
+def engine(cluster, tmp_path):
+    engine = RayEngine(cluster.address)
     engine.open(tmp_path, [])
     yield engine
     engine.close()
@@ -44,15 +42,16 @@ def placed_on_a_node_that_joins_later(cluster, engine, tmp_path):
     return node, trial, supervisor
 
 
-def test_the_runners_environment_reaches_trials_and_what_is_the_nodes_own_does_not(
-    cluster, engine, tmp_path, monkeypatch
-):
+def test_the_runners_environment_reaches_trials_and_what_is_the_nodes_own_does_not(cluster, tmp_path, monkeypatch):
     changed = {"MY_LEDGER": "a b=c", "HF_HOME": "/data/hf", "PATH": f"/none:{os.environ['PATH']}", "HOSTNAME": "runner"}
     node = cluster.add_node(num_cpus=1)
     for name, value in changed.items():
         monkeypatch.setenv(name, value)
     (trial,) = contract.make_trials(tmp_path, "env > {trial_dir}/env")
+    engine = RayEngine(cluster.address)
+    engine.open(tmp_path, [])
     contract.run_all(engine, [trial])
+    engine.close()
     cluster.remove_node(node)
     seen = dict(line.split("=", 1) for line in (contract.folder_of(trial) / "env").read_text().splitlines())
     assert {name for name, value in changed.items() if seen.get(name) == value} == {"MY_LEDGER", "HF_HOME"}
@@ -67,9 +66,9 @@ def test_a_trial_on_a_node_that_dies_is_lost_and_leaves_nothing(cluster, engine,
     assert contract.left_behind([trial]) == []
 
 
-def test_a_trial_on_a_node_that_is_cut_off_is_lost(cluster, engine, tmp_path, monkeypatch):
+@pytest.mark.campaign  # Ray takes more than a minute to notice it
+def test_a_trial_on_a_node_that_is_cut_off_is_lost(cluster, engine, tmp_path):
     """All of the node stands still, as behind a cut link: nothing of it says goodbye."""
-    monkeypatch.setattr(engine_module, "_LEAVE_SECONDS", 1.0)
     node, trial, supervisor = placed_on_a_node_that_joins_later(cluster, engine, tmp_path)
     raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
     frozen = [raylet, *raylet.children(recursive=True)]
@@ -81,15 +80,13 @@ def test_a_trial_on_a_node_that_is_cut_off_is_lost(cluster, engine, tmp_path, mo
         for process in frozen:
             os.kill(process.pid, signal.SIGCONT)
         cluster.remove_node(node, allow_graceful=False)
-    assert evidence["error"] in ("NodeDiedError", "WorkerCrashedError")
     assert ending_from_evidence(evidence)[0] == "lost"
     psutil.wait_procs([supervisor], timeout=30)
     assert contract.left_behind([trial]) == []
 
 
-def test_a_sweep_whose_node_dies_ends_green_on_another(cluster, tmp_path, monkeypatch):
+def test_a_sweep_whose_node_dies_ends_green_on_another(cluster, tmp_path):
     """The whole runner: the attempt on the dead node is listed, the next one runs elsewhere."""
-    monkeypatch.setattr(engine_module, "_NODES_EVERY_SECONDS", 0.5)
     sweep = tmp_path / "s"
     command = "test -e ../met || { echo $$ > ../pid; sleep 300; }; echo second".replace("..", str(tmp_path))
     spec = TrialSpec("command", "none", 1, 1, command=command, device="cpu", limits=Limits(wall_seconds=200.0))
