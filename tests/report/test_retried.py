@@ -13,5 +13,3 @@ def test_a_sweep_without_losses_says_nothing():
 def test_attempts_that_were_lost_are_told():
     (told,) = sweep_warnings([result("a"), result("b", earlier_attempts=({"outcome": "lost"},) * 2)])
     assert told == "1 trial needed more than one attempt: b; files of the earlier attempts (2) are in earlier/"
-
-

@@ -1,8 +1,7 @@
 """Runs trials as tasks of a Ray cluster that exists. Needs `flopwatch[ray]`.
 
-Ray chooses the node of a trial. The trial's task runs its supervisor there, which writes to the sweep's folder.
-
-A process of its own, the driver, talks to Ray, because Ray's core ends such a process if the cluster's head has been
+Ray chooses the node of a trial, and the trial's task runs its supervisor there, which writes to the sweep's folder. A
+process of its own, the driver, talks to Ray, because Ray's core ends such a process if the cluster's head has been
 away for 60 s, and can start no task any more if the raylet of its machine has died (seen with Ray 2.60). The engine
 then starts another driver until Ray answers, and gives it the trials that have not begun, which costs none of their
 retries. If an old task begins after all, only one of two supervisors can claim the trial.
@@ -122,10 +121,9 @@ class RayEngine:
     def room(self, next_up: TrialSpec) -> int:
         self._listen(0.0)
         need, nodes = self._need(next_up), self._nodes or ()
-        fitting = [min(node.get(name, 0) // amount for name, amount in need.items() if amount) for node in nodes]
-        capacity = int(sum(fitting))
+        capacity = sum(min(node.get(name, 0) // amount for name, amount in need.items() if amount) for node in nodes)
         self._lacks = "" if capacity else f", none with {need['CPU']} CPU and {need['GPU']} GPU: waiting for one"
-        return 0 if self._trouble or not capacity else max(0, capacity + _MOST_WAITING - len(self._placed()))
+        return 0 if self._trouble or not capacity else max(0, int(capacity) + _MOST_WAITING - len(self._placed()))
 
     def _need(self, spec: TrialSpec) -> dict[str, int]:
         gpus = spec.gpus or self._gpus_per_trial
