@@ -85,8 +85,7 @@ class TrainerTotals:
         failed: Number of trials that ran and ended in any other way.
         not_run: Number of all other trials: inferred to run out of memory, unsupported, skipped, cancelled or missing.
         success_rate: `ok / tried`; None if no trial ran.
-        mean_peak_bytes: Mean peak memory over the configurations that every trainer ran; `shared_peaks` is their
-            number.
+        mean_peak_bytes: Mean peak memory over the `ok` trials whose peak is known.
     """
 
     trainer: str
@@ -98,7 +97,6 @@ class TrainerTotals:
     not_run: int
     success_rate: float | None
     mean_peak_bytes: float | None
-    shared_peaks: int
     by_outcome: Mapping[str, int]
 
 

@@ -134,20 +134,18 @@ def _trainer_totals(results: Iterable[TrialResult], missing: Collection[TrialSpe
         specs.setdefault(cells.trainer_name(result.spec), result.spec)
     missing_of = Counter(cells.trainer_name(spec) for spec in missing)
     specs = {cells.trainer_name(spec): spec for spec in missing} | specs
-    # Mean peaks of trainers are comparable only over the configurations that every trainer ran.
-    ran = [{_configuration(result) for result in found if _peak(result)} for found in by_trainer.values()]
-    shared = set.intersection(*filter(None, ran)) if any(ran) else set()
     names = cells.trainer_order((name, spec.trainer) for name, spec in specs.items())
-    return tuple(_one_trainer(specs[name], by_trainer[name], missing_of[name], shared) for name in names)
+    return tuple(_one_trainer(specs[name], by_trainer[name], missing_of[name]) for name in names)
 
 
-def _one_trainer(spec: TrialSpec, results: Sequence[TrialResult], missing: int, shared: set[str]) -> TrainerTotals:
+def _one_trainer(spec: TrialSpec, results: Sequence[TrialResult], missing: int) -> TrainerTotals:
     # Those that ran count for the success rate; cancelled trials do not.
     ran = [result for result in results if result.outcome not in (*NOT_RUN, "cancelled")]
     tried = [result for result in ran if result.outcome != "invalid" or result.unix_time is not None]
     ok = sum(result.outcome == "ok" for result in tried)
     too_large = sum(result.outcome in OUT_OF_MEMORY for result in tried)
-    peaks = [peak for result in tried if (peak := _peak(result)) and _configuration(result) in shared]
+    known = (cells.positive(result.measured.memory.peak_bytes) for result in tried if result.outcome == "ok")
+    peaks = [peak for peak in known if peak]
     return TrainerTotals(
         trainer=cells.trainer_name(spec),
         privacy=cells.privacy_of(spec, *results),
@@ -158,16 +156,5 @@ def _one_trainer(spec: TrialSpec, results: Sequence[TrialResult], missing: int, 
         not_run=len(results) - len(tried) + missing,
         success_rate=ok / len(tried) if tried else None,
         mean_peak_bytes=fmean(peaks) if peaks else None,
-        shared_peaks=len(shared) if peaks else 0,  # several seeds or options are one configuration
         by_outcome=Counter(str(result.outcome) for result in results) + Counter(missing=missing),
     )
-
-
-def _peak(result: TrialResult) -> int | None:
-    peak: int | None = cells.positive(result.measured.memory.peak_bytes) if result.outcome == "ok" else None
-    return peak
-
-
-def _configuration(result: TrialResult) -> str:
-    spec = result.spec
-    return f"{spec.model} {spec.dtype} {spec.checkpointing} {spec.device} {spec.batch_size} {spec.seq_len}"

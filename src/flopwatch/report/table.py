@@ -10,7 +10,7 @@ from math import inf
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_type_hints, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_type_hints
 
 from flopwatch.optional import require_package
 from flopwatch.records.settings import REPORTED
@@ -213,11 +213,7 @@ class Table(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, place: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[dict[str, Any]]: ...
-    def __getitem__(self, place: int | slice) -> dict[str, Any] | Sequence[dict[str, Any]]:
+    def __getitem__(self, place: Any) -> Any:
         return self.rows[place]
 
 

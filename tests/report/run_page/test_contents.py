@@ -35,15 +35,17 @@ def test_the_mean_of_a_rate_is_weighted_by_time_and_that_of_the_step_time_by_ste
 
 
 def test_evaluations_and_checkpoints_are_where_their_seconds_grow(report):
-    found = [(m.kind, m.first_step, m.last_step, m.seconds) for m in report.moments if m.seconds is not None]
-    assert sorted(found) == [("checkpoint", 4, 7, 1.0), ("evaluation", 2, 4, 3.0), ("evaluation", 7, 7, 2.0)]
+    found = [
+        (moment.kind, moment.after_step, moment.seconds) for moment in report.moments if moment.seconds is not None
+    ]
+    assert sorted(found) == [("checkpoint", 4, 1.0), ("evaluation", 2, 3.0), ("evaluation", 7, 2.0)]
 
 
 def test_restarts_and_notices_are_moments(report):
     restart = next(moment for moment in report.moments if moment.kind == "restart")
-    assert (restart.step, restart.unix_time, restart.words) == (4, 1030.0, "resumed on desk")
+    assert (restart.after_step, restart.unix_time, restart.words) == (4, 1030.0, "resumed on desk")
     notice = next(moment for moment in report.moments if moment.kind == "notice")
-    assert (notice.step, notice.level, notice.words) == (2, "warning", "slow: Step 2 was slow.")
+    assert (notice.after_step, notice.level, notice.words) == (2, "warning", "slow: Step 2 was slow.")
     assert report.moment_counts == {"evaluation": 2, "checkpoint": 1, "restart": 1, "notice": 1}
 
 

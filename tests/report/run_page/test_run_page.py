@@ -191,7 +191,7 @@ def test_every_notice_of_the_legend_is_in_the_charts(tmp_path):
     charts = [drawn for drawn in re.findall(r"<svg.*?</svg>", page, re.DOTALL) if 'class="l ' in drawn]
     assert charts
     assert all(drawn.count('class="notice ') == 2 for drawn in charts)
-    assert "notice before step 1: odd: An odd log." in page
+    assert "notice before the first step: odd: An odd log." in page
 
 
 @pytest.mark.parametrize(

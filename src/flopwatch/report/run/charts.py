@@ -149,7 +149,7 @@ def _drawn(points: Sequence[Point], x: svg.LinearScale, y: svg.LinearScale, kind
 
 def _marks(moments: Sequence[Moment], x: svg.LinearScale) -> Iterator[str]:
     """Evaluations and checkpoints as ticks below the axis, restarts as lines, notices as triangles at the top."""
-    placed = [(moment, x(moment.step)) for moment in moments if moment.step is not None]
+    placed = [(moment, x(x.low if moment.after_step is None else moment.after_step)) for moment in moments]
     for kind, top in (("checkpoint", _BOTTOM + 2), ("evaluation", _BOTTOM + 7)):
         ticks = "".join(f"M{place:.1f} {top:.1f}v4" for moment, place in placed if moment.kind == kind)
         if ticks:

@@ -99,11 +99,10 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Something that happened at a known place of the run.
+    """Something that happened between two logged steps.
 
     Attributes:
-        first_step: The last step that was certainly before it; None if it was before the first step.
-        last_step: The first logged step that was certainly after it.
+        after_step: The last logged step before it; None if it was before the first one.
         unix_time: When the log first shows it.
         seconds: How long it took.
         words: What to say about it, such as the text of a notice.
@@ -111,19 +110,11 @@ class Moment:
     """
 
     kind: Kind
-    first_step: int | None
-    last_step: int | None
+    after_step: int | None
     unix_time: float | None = None
     seconds: float | None = None
     words: str = ""
     level: str = "info"
-
-    @property
-    def step(self) -> float | None:
-        """Where it is drawn: in the middle of the steps between which it happened."""
-        if self.first_step is None or self.last_step is None:
-            return self.last_step if self.first_step is None else self.first_step
-        return (self.first_step + self.last_step) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +166,6 @@ class RunReport:
     last_step: int | None
     steps: int
     windows: int
-    last_unix_time: float | None
     wall_seconds: float | None
     curves: Mapping[str, Curve]
     values: Mapping[str, tuple[Number, int]]
@@ -208,7 +198,7 @@ class RunReport:
 
 
 _PHASES: Mapping[str, Kind] = {"eval": "evaluation", "checkpoint": "checkpoint"}
-_Times = tuple[int, float, Mapping[str, float]]
+_Times = tuple[float, Mapping[str, float]]
 _LEAST_SECONDS = 1e-9
 """A smaller growth of a sum of seconds is a rounding error."""
 
@@ -223,10 +213,9 @@ def read_report(
     log = with_peak(read_log(path, lambda row: collector.take(row if giver is None else giver.row(row))), choose_peak)
     collector.finish(log)
     waterfall, start = waterfall_of(log, traces), log.starts[-1] if log.starts else None
-    moments = sorted(collector.moments(log), key=lambda moment: (moment.step or 0, moment.unix_time or 0))
+    moments = sorted(collector.moments(log), key=lambda moment: (moment.after_step or 0, moment.unix_time or 0))
     seconds = seconds_of(log) or collector.seconds
     newest, exact = collector.newest, collector.exact
-    times = [record.unix_time for record in (newest, log.summary, start) if record is not None]
     return RunReport(
         log=str(log.path),
         state=standing(start, log.summary),
@@ -236,7 +225,6 @@ def read_report(
         last_step=newest.step if newest is not None else None,
         steps=collector.steps,
         windows=exact.total(),
-        last_unix_time=max(times, default=None),
         wall_seconds=seconds.get("wall"),
         curves=collector.curves(),
         values=collector.values,
@@ -355,7 +343,7 @@ class _Collector:
         if seconds := _seconds(row):
             self.seconds = self.seconds or seconds
             self._phases += _grown(self._later, row.step, seconds)
-            self._later = row.step, row.unix_time, seconds
+            self._later = row.unix_time, seconds
         self.exact[row.exact] += 1
         if len(self.notes) < 10 * MOST_NOTES:
             self.notes.update(row.notes)
@@ -394,7 +382,7 @@ class _Collector:
             return
         at_the_end = _seconds(summary)
         if at_the_end and self.newest is not None:
-            self._phases += _grown((self.newest.step, summary.unix_time, at_the_end), self.newest.step, self.seconds)
+            self._phases += _grown((summary.unix_time, at_the_end), self.newest.step, self.seconds)
         for key, value in summary.values.items():
             if key in METRICS:
                 self.values.setdefault(key, (value, summary.step or 0))
@@ -405,12 +393,10 @@ class _Collector:
             where = start.resumed_after_step
             host = start.environment.get("host")
             resumed = Said("resumed on {host}", host=str(host)) if host else Said("resumed")
-            yield Moment("restart", where, where, start.unix_time, words=resumed)
+            yield Moment("restart", where, start.unix_time, words=resumed)
         for notice in log.notices:
-            # One without a step was given before the first step.
-            step = notice.step if notice.step is not None else self.first_step
             words = Said("{code}: {notice}", code=notice.code, notice=notice.message)
-            yield Moment("notice", notice.step, step, words=words, level=notice.level)
+            yield Moment("notice", notice.step, words=words, level=notice.level)
 
     def curves(self) -> dict[str, Curve]:
         first = (*MAIN_KEYS, *COUNTER_KEYS)
@@ -420,11 +406,11 @@ class _Collector:
 
 
 def _grown(later: _Times | None, step: int | None, seconds: Mapping[str, float]) -> Iterator[Moment]:
-    last_step, unix_time, after = later or (0, 0.0, {})
+    unix_time, after = later or (0.0, {})
     for name, kind in _PHASES.items():
         more = after.get(name, 0.0) - seconds.get(name, 0.0)
         if more > _LEAST_SECONDS:
-            yield Moment(kind, step, last_step, unix_time, more)
+            yield Moment(kind, step, unix_time, more)
 
 
 def _is_of_user(key: str) -> bool:

@@ -274,9 +274,6 @@ def moments_counted(report: RunReport) -> dict[str, str]:
 def moment_words(moment: Moment) -> str:
     """What a restart or a notice says, and where it was."""
     kind = Said(KINDS[moment.kind])
-    if moment.last_step is None:
-        return Said("{what}: {facts}", what=kind, facts=moment.words)
-    where = Said("{kind} at step {step:,}: {words}")
-    if moment.first_step is None:
-        where = Said("{kind} before step {step:,}: {words}")
-    return where.filled(kind=kind, step=moment.last_step, words=moment.words)
+    if moment.after_step is None:
+        return Said("{kind} before the first step: {words}", kind=kind, words=moment.words)
+    return Said("{kind} at step {step:,}: {words}", kind=kind, step=moment.after_step, words=moment.words)

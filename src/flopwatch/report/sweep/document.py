@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from flopwatch.language import Said, commas
-from flopwatch.numbers import UNKNOWN, byte_size, count, duration, percent
+from flopwatch.numbers import byte_size, count, duration, percent
 from flopwatch.present import document as doc
 from flopwatch.present.json_form import record_fields, to_json
 from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY
@@ -37,13 +37,17 @@ def sweep_document(summary: SweepSummary, metrics: Sequence[str] = ()) -> doc.Do
     """Return the report. `metrics` are the matrices to show; without any, all that were measured."""
     made = f"{datetime.fromtimestamp(summary.created, timezone.utc):%Y-%m-%d %H:%M} UTC" if summary.created else ""
     engine = Said("engine {engine}", engine=summary.engine) if summary.engine else ""
-    spent = f"; {duration(summary.totals.trial_seconds)} of trials" if summary.totals.trial_seconds else ""
+    totals, lead = summary.totals, [f"{totals_sentence(summary)}."]
+    if totals.trial_seconds:
+        lead.append(
+            f"The trials took {duration(totals.trial_seconds)}, in {duration(totals.wall_seconds)} of wall time."
+        )
     return doc.Document(
         summary.name,
         list(_parts(summary, [METRICS[name] for name in metrics])),
         kind=Said("Sweep"),
         about=commas([Said("flopwatch sweep"), engine, made]),
-        lead=[f"{totals_sentence(summary)}{spent}."],
+        lead=lead,
         source=summary.folder,
     )
 
@@ -55,7 +59,7 @@ def sweep_json(summary: SweepSummary) -> str:
 
 
 def _parts(summary: SweepSummary, metrics: Sequence[ShownMetric]) -> Iterator[doc.Part]:
-    yield doc.Only(("html",), [doc.Tiles(list(_tiles(summary))), doc.Strip(_shares(summary.totals.by_outcome))])
+    yield doc.Strip(_shares(summary.totals.by_outcome))
     yield from (doc.Text(warning, "warn") for warning in summary.warnings[:_MOST_WARNINGS])
     if (more := len(summary.warnings) - _MOST_WARNINGS) > 0:
         yield doc.Text(f"{plural(more, 'more warning')}: see the JSON report", "warn")
@@ -101,17 +105,6 @@ def totals_sentence(summary: SweepSummary) -> str:
     }
     parts = [f"{by_outcome.get('ok', 0):,} ok", *(f"{n:,} {word}" for word, n in amounts.items() if n)]
     return f"{plural(trials, 'trial')}: {', '.join(parts)}" if trials else "No trials"
-
-
-def _tiles(summary: SweepSummary) -> Iterator[tuple[str, str]]:
-    ok, inferred, missing = (summary.totals.by_outcome.get(name, 0) for name in ("ok", "oom_inferred", "missing"))
-    tried = sum(one.tried for one in summary.trainers)
-    yield f"{summary.totals.trials:,}", "planned trials"
-    yield percent(ok / tried) if tried else UNKNOWN, f"success: {ok:,} of {tried:,} trials that ran"
-    yield f"{_counted(summary, OUT_OF_MEMORY):,}", f"out of memory, {inferred:,} of them inferred"
-    yield f"{_counted(summary, FAILED):,}", "failed"
-    yield f"{_counted(summary, _NOT_RUN) + missing:,}", f"not run, {missing:,} of them without a result yet"
-    yield duration(summary.totals.trial_seconds), f"of trials in {duration(summary.totals.wall_seconds)} wall time"
 
 
 def _shares(by_outcome: Mapping[str, int]) -> tuple[doc.Share, ...]:
@@ -205,7 +198,6 @@ def _trainers(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Section:
     def ran(one: TrainerTotals) -> doc.Cell:
         return doc.Cell(f"{one.ok:,} / {one.tried:,}", short=f"{one.ok:,}/{one.tried:,}")
 
-    shared = max((one.shared_peaks for one in summary.trainers), default=0)
     columns: list[tuple[doc.Head | str, Callable[[TrainerTotals], doc.Cell | str]]] = [
         ("trainer", lambda one: doc.Cell(one.trainer, colour=colours.get(one.trainer, 0))),
         ("class", lambda one: _class(one.privacy)),
@@ -215,13 +207,13 @@ def _trainers(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Section:
         (_number("out of memory", "OOM"), lambda one: amount(one.out_of_memory)),
         (_number("failed"), lambda one: amount(one.failed)),
         (_number("not run"), lambda one: amount(one.not_run)),
-        *([(_number("mean peak"), lambda one: byte_size(one.mean_peak_bytes))] if shared else []),
+        (_number("mean peak"), lambda one: byte_size(one.mean_peak_bytes)),
     ]
-    notes = ["Success is the share of ok trials among those that ran."]
-    if shared:
-        configurations = plural(shared, "configuration")
-        notes.append(f"The mean peak is over {configurations}, those that all trainers with a known peak ran.")
-    return doc.Section("Trainers", [table_of(summary.trainers, columns, note=" ".join(notes))], "trainers")
+    note = (
+        "Success is the share of ok trials among those that ran. A trainer that ran only small configurations has a "
+        "small mean peak: to compare trainers, use the tables of peak memory."
+    )
+    return doc.Section("Trainers", [table_of(summary.trainers, columns, note=note)], "trainers")
 
 
 def _number(head: str, short: str | None = None) -> doc.Head:
@@ -292,18 +284,12 @@ def _evidence(facts: Mapping[str, Any]) -> str:
 def _environments(environments: Sequence[Environment]) -> doc.Section:
     if not environments:
         return doc.Section("Environment", [doc.Text("No trial recorded its environment.")], "environment")
-    names = list(dict.fromkeys(name for one in environments for name in one.settings))
 
     def cells(one: Environment) -> list[str]:
-        joined = ", ".join(f"{name} {value}" for name, value in one.settings.items())
-        return [f"{one.trials:,}", joined, *(one.settings.get(name, UNKNOWN) for name in names)]
+        return [f"{one.trials:,}", ", ".join(f"{name} {value}" for name, value in one.settings.items())]
 
-    columns: tuple[doc.Head | str, ...] = (
-        *doc.numbers("trials"),
-        doc.Head("environment", only=("terminal", "markdown")),
-        *(doc.Head(name, only=("html",)) for name in names),
-    )
-    return doc.Section("Environment", [doc.Grid(columns, doc.Lazy(environments, cells))], "environment")
+    table = doc.Grid((*doc.numbers("trials"), "environment"), doc.Lazy(environments, cells))
+    return doc.Section("Environment", [table], "environment")
 
 
 _FIELDS = (
