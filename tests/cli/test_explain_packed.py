@@ -30,19 +30,6 @@ def test_recomputation_and_pairs_across_documents_are_told_apart(flopwatch, tmp_
     assert "padding (" not in text
 
 
-def test_padding_is_called_padding(flopwatch, tmp_path):
-    folder = logged(tmp_path, real_tokens=[80], model_flops=[1000], hardware_flops=[1250], recompute_flops=[0])
-    text = " ".join(flopwatch("explain", str(folder), "--step", "1")[1].split())
-    assert "250 for padding, and for pairs of positions in different documents if rows are packed (0.2500 x)" in text
-    assert "recomputed" not in text
-
-
-def test_what_an_older_log_does_not_tell_apart_is_not_called_recomputation(flopwatch, tmp_path):
-    folder = logged(tmp_path, real_tokens=[100], model_flops=[1000], hardware_flops=[1117])
-    text = " ".join(flopwatch("explain", str(folder), "--step", "1")[1].split())
-    assert "recomputation or pairs of positions in different documents" in text
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[6, 10], pytest.param([16], marks=pytest.mark.campaign)])
 def test_the_pairs_of_a_real_packed_run_are_those_a_formula_gives(flopwatch, tmp_path, lengths):

@@ -12,7 +12,6 @@ import random
 import sys
 import threading
 import types
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -210,41 +209,6 @@ def _() -> Case:
     return Case(Model(), lambda: GLOBAL_CACHE)
 
 
-@case("a global list and a list of the class that are named by texts")
-def _() -> Case:
-    GLOBAL_LIST[:] = [first()]
-
-    class Model(Layer):
-        held = [first()]  # noqa: RUF012
-
-        def kept(self) -> Any:
-            return [*globals()["GLOBAL_LIST"], *getattr(type(self), "held")]  # noqa: B009
-
-        def keep(self, matrix: torch.Tensor) -> None:
-            globals()["GLOBAL_LIST"].append(matrix)
-            getattr(type(self), "held").append(matrix)  # noqa: B009
-
-    return Case(Model(), lambda: (GLOBAL_LIST, Model.held))
-
-
-@case("a list of another Python module")
-def _() -> Case:
-    module: Any = types.ModuleType("state_of_a_model")
-    exec("held = []\ndef add(matrix):\n    held.append(matrix)\n", module.__dict__)
-    sys.modules["state_of_a_model"] = module
-
-    class Model(Layer):
-        def kept(self) -> Any:
-            return module.held
-
-        def keep(self, matrix: torch.Tensor) -> None:
-            import state_of_a_model  # type: ignore[import-not-found]
-
-            state_of_a_model.add(matrix)
-
-    return Case(Model(), lambda: module.held)
-
-
 @functools.lru_cache(maxsize=8)
 def mask_of(size: int) -> torch.Tensor:
     return first() @ first()
@@ -282,17 +246,6 @@ def _() -> Case:
     return Case(model, lambda: model.numbers)
 
 
-@case("a generator that is not used")
-def _() -> Case:
-    class Model(Layer):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.layer(x)
-            return out
-
-    model = Model(numbers=numbers())
-    return Case(model, lambda: model.numbers)
-
-
 PATHS: list[Path] = []
 FILES: list[Any] = []
 
@@ -316,20 +269,6 @@ def _() -> Case:
 class Box:
     def __init__(self, matrix: torch.Tensor) -> None:
         self.matrix = matrix
-
-
-@case("a dict of weak references")
-def _() -> Case:
-    class Model(Layer):
-        def kept(self) -> Any:
-            return [box.matrix for box in self.boxes.values()]
-
-        def keep(self, matrix: torch.Tensor) -> None:
-            self.owner.append(Box(matrix))
-            self.boxes[len(self.owner)] = self.owner[-1]
-
-    model = Model(boxes=weakref.WeakValueDictionary(), owner=[])
-    return Case(model, lambda: (dict(model.boxes), model.owner))
 
 
 class Cache:
@@ -544,19 +483,6 @@ def _() -> Case:
     return Case(Model(), lambda: Model.forward.__defaults__)
 
 
-@case("an attribute of a function")
-def _() -> Case:
-    def number() -> int:
-        number.calls = getattr(number, "calls", 0) + 1  # type: ignore[attr-defined]
-        return int(number.calls)  # type: ignore[attr-defined]
-
-    class Model(Steps):
-        def number(self) -> int:
-            return number()
-
-    return Case(Model(), lambda: vars(number))
-
-
 @case("a lock that the model holds while it works")
 def _() -> Case:
     class Model(Layer):
@@ -748,7 +674,6 @@ def test_a_count_changes_nothing(name: str, method: Literal["auto", "step"]) -> 
 def test_the_cases_notice_a_change() -> None:
     """A forward pass on the live model changes the state or the random numbers, or the case would prove nothing."""
     unaffected = {
-        "a generator that is not used",
         "a lock that the model holds while it works",
         "a parameter that is no part of the model",
         "an lru_cache that is filled",

@@ -1,7 +1,6 @@
 """The time of forward and backward passes is measured, so that what is between them has a name of its own."""
 
 from collections import namedtuple
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,22 +71,6 @@ def test_what_is_between_forward_and_backward_pass_is_measured(tmp_path):
 
 
 Output = namedtuple("Output", "loss logits")
-
-
-@pytest.mark.parametrize(
-    ("give", "read"),
-    [
-        (lambda out: {"loss": out.sum(), "logits": out}, lambda output: output["loss"]),
-        (lambda out: (None, [out]), lambda output: output[1][0].sum()),
-        (lambda out: Output(out.sum(), out), lambda output: output.loss),
-        (lambda out: SimpleNamespace(loss=out.sum()), lambda output: output.loss),
-    ],
-    ids=["dict", "tuple with a list", "named tuple", "object"],
-)
-def test_the_backward_pass_is_seen_whatever_the_model_returns(tmp_path, give, read):
-    seconds = run(tmp_path, lambda *step: usual(*step, read=read), Model(give))
-
-    assert seconds["outside_passes"] / seconds["passes_timed"] == pytest.approx(0.5 / 3.5)
 
 
 def test_what_is_between_micro_batches_and_after_the_last_backward_pass_is_measured_too(tmp_path):

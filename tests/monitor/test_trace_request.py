@@ -93,15 +93,6 @@ def test_a_request_is_answered_once_after_the_next_window(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("at_once")
-def test_a_second_request_is_answered_too(tmp_path):
-    train(tmp_path, {5: ask(tmp_path), 17: ask(tmp_path, 3)})
-    assert [read_trace(tmp_path / "traces" / name).steps for name in traces_in(tmp_path)] == [2, 3]
-    (newest,) = newest_traces(tmp_path)
-    assert newest.steps == 3
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("at_once")
 def test_parameters_are_bitwise_equal_with_two_traces_and_without_the_monitor(tmp_path):
     traced = train(tmp_path, {5: ask(tmp_path), 17: ask(tmp_path, 3)})
     bare = train(tmp_path, monitored=False)
@@ -124,16 +115,6 @@ def test_asking_for_more_while_a_trace_is_recorded_does_not_make_it_longer(tmp_p
         monitor.log_step(step)
     monitor.close()
     assert {read_trace(tmp_path / "traces" / name).steps for name in traces_in(tmp_path)} == {3}
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"steps": "many"}', '{"steps": 0}', '{"steps": 1000000}'])
-def test_a_file_that_is_no_request_is_ignored(tmp_path, content):
-    def write():
-        (tmp_path / "traces").mkdir()
-        (tmp_path / "traces" / "request.json").write_text(content)
-
-    train(tmp_path, {5: write})
-    assert traces_in(tmp_path) == []
 
 
 def test_a_request_is_seen_by_every_watch_and_only_once(tmp_path):
@@ -194,32 +175,6 @@ def test_while_a_profiler_of_the_user_is_active_no_trace_is_taken(tmp_path):
     assert sum(event.count for event in mine.key_averages() if event.key == "Optimizer.step#SGD.step") == 30
 
 
-def test_matmuls_of_a_users_own_trace_agree_with_torchs_own_table(tmp_path):
-    """Torch adds up the time of each op itself; ours comes from the intervals in the file."""
-    model = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
-    optimizer = torch.optim.AdamW(model.parameters())
-    schedule = torch.profiler.schedule(wait=0, warmup=1, active=3)
-    path = tmp_path / "mine.json"
-    tables = []
-
-    def keep(profiler):
-        profiler.export_chrome_trace(str(path))
-        tables.append({event.key: event.cpu_time_total for event in profiler.key_averages()})
-
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=keep) as profiler:
-        for _ in range(4):
-            model(torch.randn(8, 64, 64)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            profiler.step()
-    split = read_trace(path)
-    multiplied = sum(tables[0].get(f"aten::{op}", 0.0) for op in ("mm", "addmm", "bmm", "baddbmm"))
-    assert split.steps == 3
-    assert split.matmul_seconds == pytest.approx(1e-6 * multiplied, rel=0.01)
-    assert split.optimizer_seconds == pytest.approx(1e-6 * tables[0]["Optimizer.step#AdamW.step"], rel=0.01)
-
-
 def test_a_thread_of_its_own_looks_for_requests_and_ends_with_the_run(tmp_path):
     before = set(threading.enumerate())
 
@@ -239,19 +194,6 @@ def test_a_thread_of_its_own_looks_for_requests_and_ends_with_the_run(tmp_path):
     assert newest_traces(tmp_path)[0].steps == 2
     monitor.close()
     wait_until(lambda: not is_looking(), "the thread that looks for requests has ended")
-
-
-def test_a_file_server_that_does_not_answer_does_not_stop_the_training(tmp_path, monkeypatch):
-    answers, asked = threading.Event(), threading.Event()
-
-    def hang(self):
-        asked.set()
-        answers.wait()
-
-    monkeypatch.setattr(TraceRequests, "new_steps", hang)
-    train(tmp_path)
-    assert asked.is_set()
-    answers.set()
 
 
 @pytest.mark.slow
