@@ -1,6 +1,6 @@
 """What does watching a training cost? flopwatch and the monitors people use today, in turns with the bare loop.
 
-    python benchmarks/overhead/monitor_overhead.py                       # everything; writes the page and the picture
+    python benchmarks/overhead/monitor_overhead.py                       # everything; writes the page
     python benchmarks/overhead/monitor_overhead.py --quick --parts free  # a short look; writes nothing
     python benchmarks/overhead/monitor_overhead.py --parts rivals        # that part again, the rest as measured last
 
@@ -24,7 +24,6 @@ from rich.console import Console
 from accuracy.rivals_venv import PYTHON, prepare
 from overhead.contenders.tools import MONITORS
 from overhead.overhead_page import section, terminal_tables, write_section
-from overhead.overhead_picture import picture
 from overhead.training_loop import LARGE, SMALL, Schedule, Size, calibrated
 
 HERE = Path(__file__).parent
@@ -73,9 +72,6 @@ def main() -> None:
         return
     write_section(arguments.page, section(store))
     console.print(f"Wrote {arguments.page}")
-    arguments.picture.parent.mkdir(parents=True, exist_ok=True)
-    arguments.picture.write_text(picture(store))
-    console.print(f"Wrote {arguments.picture}")
 
 
 def _arguments() -> argparse.Namespace:
@@ -85,7 +81,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--no-rivals", dest="rivals", action="store_false", help="leave out the tools from PyPI")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "overhead.json", help="what was measured last")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "overhead.md")
-    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "pictures" / "overhead.svg")
     return parser.parse_args()
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -63,36 +62,3 @@ def test_nearly_all_of_the_time_slept_is_booked_as_input_or_between_passes(train
     booked = sum(loss.seconds for loss in waterfall.losses if loss.key in keys)
     # The first batch is fetched before the first step, and counted steps are not divided.
     assert booked > 0.8 * slept * 23 / 24, waterfall.losses
-
-
-BURSTY = """
-import time, torch
-net = torch.nn.Linear(64, 64)
-optimizer = torch.optim.SGD(net.parameters())
-slept = 0.0
-for step in range(100):
-    loss = net(torch.randn(8, 64)).square().mean()
-    if step > 20 and step % 20 == 19:
-        began = time.perf_counter()
-        time.sleep(0.3)
-        slept += time.perf_counter() - began
-    loss.backward()
-    optimizer.step()
-print("SLEPT", slept)
-"""
-
-
-@pytest.mark.slow
-def test_the_bound_of_unseen_waits_holds_for_a_loader_that_is_late_now_and_then(tmp_path):
-    (tmp_path / "train.py").write_text(BURSTY)
-    command = [sys.executable, "-m", "flopwatch", "run", "--quiet", "--output-dir", "run", "train.py"]
-    env = {**os.environ, "FLOPWATCH_PEAK_TFLOPS": "0.05"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
-    log = read_log(tmp_path / "run" / "training_log.jsonl")
-    waterfall = waterfall_of(log)
-    # As if start-up, which decides about so short a run, had cost nothing.
-    losses = tuple(loss for loss in waterfall.losses if loss.key not in ("start_up", "count"))
-    verdict = verdict_of(log, replace(waterfall, losses=losses), least_seconds=0.0)
-    bound = float(re.search(r"at most ([\d.]+) points", verdict.reservation)[1])
-    assert '"stalled steps"' in verdict.reservation
-    assert bound / 100 * waterfall.wall_seconds > 0.95 * float(done.stdout.split()[1])

@@ -61,20 +61,6 @@ def test_a_script_that_calls_watch_draws_the_same_numbers(tmp_path, plain, place
     assert printed(tmp_path, **{place: "import flopwatch; flopwatch.watch()"}) == plain
 
 
-@pytest.mark.slow
-def test_all_parts_are_loaded_with_the_first_optimizer_and_what_the_script_sets_before_it_holds(tmp_path):
-    """Between its import of torch and its first optimizer, a script may set a variable that torch's compiler reads."""
-    ways = [(), ("-m", "flopwatch", "run")]
-    setting = "import os; os.environ['TORCHINDUCTOR_MAX_AUTOTUNE'] = '1'"
-    asked = "torch._inductor.config.max_autotune"
-    plain, watched = (printed(tmp_path, *way, setting=setting, asked=asked) for way in ways)
-    assert plain.endswith("True\n")
-    assert watched == plain
-    loaded = "'flopwatch.automatic.watcher' in sys.modules and 'rich.style' in sys.modules"
-    late = f"{setting}; torch.optim.SGD([torch.zeros(1)], lr=0.1); loaded = {loaded}"
-    assert printed(tmp_path, *ways[1], setting=late, asked="loaded").endswith("True\n")
-
-
 def states():
     name, keys, *rest = np.random.get_state()
     return random.getstate(), (name, keys.tolist(), *rest), torch.get_rng_state().tolist()

@@ -1,17 +1,13 @@
 """In a framework, too, the numbers are those of all ranks."""
 
-import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import flopwatch
 from flopwatch.automatic.session import WatchedProcess
-from support.torchrun import outputs_of_ranks, torchrun
+from support.torchrun import torchrun
 from testbeds.architectures import BY_NAME
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainer_on_ranks.py"
@@ -42,32 +38,6 @@ def test_the_trainer_on_two_ranks_has_the_tokens_and_flops_of_both(tmp_path, mon
     assert {15, 20} <= set(tokens) <= {5, 10, 15, 20}
 
 
-@pytest.mark.slow
-def test_flopwatch_run_measures_the_ranks_that_lightning_starts_itself(tmp_path):
-    command = [sys.executable, "-m", "flopwatch", "run", "--output-dir", "log", str(LIGHTNING)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FLOPWATCH_PEAK_TFLOPS": "1"}
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    assert ended.returncode == 0, ended.stderr
-    results = [json.loads(line.partition("RESULT ")[2]) for line in ended.stdout.splitlines() if "RESULT " in line]
-    assert sorted((result["rank"], result["steps"]) for result in results) == [(0, 12), (1, 12)]
-    values = of_summary(tmp_path / "log")
-    assert values["ranks/reporting"] == RANKS
-    assert values["total/samples"] == 2 * 60
-    assert "no monitor of rank" not in ended.stderr
-
-
-@pytest.mark.slow
-def test_lightning_trains_when_only_rank_0_has_the_callback(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    outputs = outputs_of_ranks(LIGHTNING, "one callback", "launched", ranks=RANKS, seconds=120)
-    assert all('"steps": 12' in output for output in outputs)
-
-
 def test_the_callback_of_flopwatch_run_can_be_sent_to_the_process_that_trains(tmp_path):
     callback = WatchedProcess(tmp_path, False, {"log_every": 2}).make_callback("lightning")
     assert pickle.loads(pickle.dumps(callback)).monitor is None
-
-
-def of_summary(folder):
-    records = map(json.loads, (folder / "training_log.jsonl").read_text().splitlines())
-    return [record for record in records if record["type"] == "summary"][-1]["values"]

@@ -1,18 +1,10 @@
 """Which seconds are a step's: exact with a clock that stands still, and once with a real one."""
 
-import json
-import statistics
-import time
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from itertools import compress
-
 import pytest
 import torch
 
 import flopwatch
 from flopwatch.testing import FakeClock, RecordingSink
-from testbeds.architectures import BY_NAME, causal_batch
 
 TOKENS = 4 * 16
 
@@ -216,113 +208,5 @@ def test_the_time_by_which_counting_makes_steps_longer_is_told(tmp_path):
     assert run.monitor.summary.values["time/count_seconds"] == 6 * 7.0
 
 
-class Stopwatch:
-    """The test's own seconds of every step and of everything else, by the definition of a step and no other means."""
-
-    def __init__(self):
-        self.steps: list[float] = []
-        self.apart: dict[str, float] = {}
-        self.start_session()
-
-    def start_session(self):
-        """What happens between two sessions is no step's."""
-        self._since = time.perf_counter()
-        self._apart_of_step = 0.0
-
-    def end_step(self):
-        now = time.perf_counter()
-        self.steps.append(now - self._since - self._apart_of_step)
-        self._since, self._apart_of_step = now, 0.0
-
-    @contextmanager
-    def phase(self, name):
-        began = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - began
-        self.apart[name] = self.apart.get(name, 0.0) + seconds
-        self._apart_of_step += seconds
-
-
 PEAK_FLOPS_PER_S = 1e12
 STEPS = 60
-
-
-def train_disturbed(folder):
-    """Evaluation, checkpoints, a pause, a resume and accumulation. The closed monitors and the stopwatch."""
-    torch.set_num_threads(1)
-    model = BY_NAME["llama"].build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    micro_batches = [causal_batch(4, 16) for _ in range(4)]
-    open_monitor = partial(
-        flopwatch.TrainingMonitor, folder, model=model, strict=True, peak_flops_per_s=PEAK_FLOPS_PER_S
-    )
-    monitor, watch = open_monitor(), Stopwatch()
-    closed = []
-    for number in range(STEPS):
-        is_first = number in (0, 36)
-        if is_first:
-            watch.start_session()
-        context = monitor.step()
-        step = context.__enter__()
-        for batch in micro_batches:
-            step.micro_batch(batch)
-            model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        time.sleep(0.1)  # most of a step, so that two clocks read a moment apart on a busy machine hardly differ
-        watch.end_step()
-        # The first call of a session is counted when its step ends, which is no step's time.
-        with watch.phase("count") if is_first else nullcontext():
-            context.__exit__(None, None, None)
-        if number % 10 == 4:
-            with watch.phase("eval"), monitor.phase("eval"), torch.no_grad():
-                for batch in 3 * micro_batches:
-                    model(**batch)
-            with watch.phase("checkpoint"), monitor.phase("checkpoint"):
-                torch.save(model.state_dict(), folder / "model.pt")
-                time.sleep(0.2)  # a slow disk
-        if number in (25, 45):
-            with watch.phase("pause"), monitor.pause():
-                time.sleep(1.0)
-        if number == 35:
-            state = monitor.state_dict()
-            monitor.close()
-            closed.append(monitor)
-            monitor = open_monitor()
-            monitor.load_state_dict(state)
-    monitor.close()
-    return [*closed, monitor], watch
-
-
-def warm_up_steps_in(log):
-    rows = [row for line in log.read_text().splitlines() if (row := json.loads(line))["type"] == "row"]
-    columns = [row["steps"] for row in rows if "warm_up" in row["steps"]]
-    return {number for column in columns for number in compress(column["step"], column["warm_up"])}
-
-
-@pytest.mark.slow
-def test_a_disturbed_run_has_the_rates_of_its_steps_alone(tmp_path):
-    """Against a stopwatch in the same loop: both clocks see the same noise, so a few percent are plenty.
-
-    A pause that was taken for a part of the steps would be a fifth of them.
-    """
-    monitors, watch = train_disturbed(tmp_path)
-
-    totals = monitors[-1].summary.values
-    assert totals["total/steps"] == STEPS
-    assert totals["total/tokens"] == STEPS * 4 * 4 * 16
-    train_seconds = sum(watch.steps)
-    # What steps that are counted as they run take beyond the others is booked as counting.
-    counted = watch.apart.pop("count")
-    booked = totals["time/train_seconds"] + totals["time/count_seconds"]
-    assert booked == pytest.approx(train_seconds + counted, rel=0.05)
-    for name, seconds in watch.apart.items():
-        assert totals[f"time/{name}_seconds"] == pytest.approx(seconds, rel=0.05, abs=0.05 * train_seconds), name
-    warm_up = warm_up_steps_in(tmp_path / "training_log.jsonl")
-    for monitor, session in zip(monitors, (range(36), range(36, STEPS)), strict=True):
-        counted = [watch.steps[number] for number in session if number not in warm_up]
-        seconds_per_step = statistics.fmean(counted)
-        values = monitor.summary.values
-        flops_per_s = totals["total/model_flops"] / STEPS / seconds_per_step
-        assert values["perf/tokens_per_second"] == pytest.approx(4 * 4 * 16 / seconds_per_step, rel=0.05)
-        assert values["perf/mfu"] == pytest.approx(flops_per_s / PEAK_FLOPS_PER_S, rel=0.05)

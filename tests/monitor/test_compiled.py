@@ -1,7 +1,6 @@
 """Compiled trainings: rows are exact, equal to what the same step runs without the compiler, and nothing is changed."""
 
 import json
-from random import Random
 
 import pytest
 import torch
@@ -74,24 +73,6 @@ def test_every_length_is_exact_and_right(name, tmp_path):
 
     assert all(row["exact"] for row in rows), rows[0].get("notes")
     assert flops_of(rows) == [true_flops(name, batch_of(step, lengths=lengths)) for step in range(STEPS)]
-
-
-@ON_NEW_TORCH
-@pytest.mark.parametrize("name", ["dynamic", "whole"])  # "whole" becomes dynamic by itself
-def test_thirty_random_shapes_are_exact_and_right(name, tmp_path):
-    chance = Random(1)
-    batches = [torch.randint(0, 50, (chance.randint(1, 6), chance.randint(4, 60))) for _ in range(30)]
-    torch._dynamo.reset()
-    running = TRAININGS[name](Compiler("aot_eager"))
-    monitor = flopwatch.TrainingMonitor(tmp_path, model=running.model, log_every=5, peak_flops_per_s=1e12, sinks=[])
-    for ids in batches:
-        with monitor.step({"ids": ids}):
-            running.step(ids)
-    monitor.close()
-    rows = rows_of(tmp_path)
-
-    assert all(row["exact"] for row in rows), [row.get("notes") for row in rows]
-    assert flops_of(rows) == [true_flops(name, ids) for ids in batches]
 
 
 @pytest.mark.parametrize("name", TRAININGS)

@@ -11,7 +11,6 @@ import pytest
 from support.sinks.failing_run import ROWS
 from support.sinks.fresh_python import fresh_environment
 from support.sinks.sample_run import summary
-from support.sinks.servers import mlflow_server
 
 pytestmark = pytest.mark.slow
 
@@ -138,14 +137,6 @@ def test_mlflow_down_from_the_start_is_reported_at_once(run):
     assert name == "mlflow"
     assert "http://127.0.0.1:" in message
     assert "MLFLOW_TRACKING_URI" in message
-
-
-def test_mlflow_that_dies_halfway_is_reported_when_our_patience_ends(run, tmp_path):
-    with mlflow_server(tmp_path) as (address, process):
-        (tmp_path / "server").write_text(f"{address} {process.pid}")
-        name, message = the_only_failure(run("mlflow_dies_halfway"))
-    assert name == "mlflow"
-    assert address in message
 
 
 def test_a_prometheus_port_that_is_taken_is_named(run):
