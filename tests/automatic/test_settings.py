@@ -99,6 +99,7 @@ def test_the_console_sink_of_the_file_prints_nothing_to_the_scripts_stdout(tmp_p
     assert ("The run ended" in err) is not bool(flags)
 
 
+@pytest.mark.slow
 def test_attention_of_the_file_counts_from_the_first_step_on(run_with):
     records, _ = run_with("flopwatch: {attention: causal, log_every: 1, peak_tflops: 1}")
     linear = 2 * (2 * SAMPLES * POSITIONS * WIDTH * 3 * WIDTH)  # forward and the weight's gradient

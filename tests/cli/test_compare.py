@@ -3,8 +3,6 @@
 import json
 import random
 import re
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -14,7 +12,6 @@ import torch
 import flopwatch as package
 from flopwatch.records.metrics import goodput_of
 from flopwatch.records.run import Provenance, Row, RunStart, Summary
-from flopwatch.runs.comparison import MEASURES
 from support.ledgers import records_of
 from support.make_run_log import PEAK, Accounts, Story, session, summary_of, write_log, write_run
 from testbeds.made_up_sweep import write_sweep
@@ -142,30 +139,6 @@ def test_too_few_steps_have_values_and_no_verdict(write, compared):
     assert line["verdict"] == "too few steps"
 
 
-def test_the_table_of_80_columns_has_a_shorter_word_than_the_json(flopwatch, write):
-    a, b, short = (write(name, [1.0] * steps) for name, steps in (("a", 30), ("b", 30), ("short", 10)))
-    for other, in_json, in_text in (
-        (b, "no measurable difference", "no clear difference"),
-        (short, "too few steps", "too few steps"),
-    ):
-        _, out, _ = flopwatch("compare", a, other, "--json")
-        lines = json.loads(out)["lines"]
-        assert {line["verdict"] for line in lines if line["verdict"]} == {in_json}
-        _, out, _ = flopwatch("compare", a, other)
-        assert re.search(rf"^steps/s .*  {in_text}$", out, re.MULTILINE)
-
-
-def test_what_is_not_known_is_a_dash_and_never_0(flopwatch, write):
-    a, b = (write(name, [1.0] * 30, provenance=None) for name in "ab")
-    _, out, _ = flopwatch("compare", a, b)
-    unknown = ("tokens/s", "real tokens/s", "samples/s", "MFU", "HFU", "input wait", "padding", "recompute")
-    for label in unknown:
-        assert re.search(rf"^{label} +– +– +–$", out, re.MULTILINE), label
-    _, out, _ = flopwatch("compare", a, b, "--json")
-    mfu = next(line for line in json.loads(out)["lines"] if line["key"] == "mfu_percent")
-    assert [mfu[name] for name in ("a", "b", "change", "low", "high", "verdict")] == [None] * 6
-
-
 @pytest.mark.requirement("R18")
 def test_what_differs_is_listed_before_the_numbers(flopwatch, write):
     other = replace(
@@ -198,13 +171,6 @@ def test_what_differs_is_listed_before_the_numbers(flopwatch, write):
         assert re.search(pattern, listed, re.MULTILINE), (what, listed)
     assert listed.count("affects") == len(facts)
     assert "With several ranks, rates and shares are those of the rank that writes the log." in out
-
-
-def test_runs_made_alike_are_said_to_be(flopwatch, write):
-    a, b = (write(name, [1.0] * 30) for name in "ab")
-    _, out, _ = flopwatch("compare", a, b)
-    assert "Nothing differs in device, peak, dtype," in out
-    assert "touches" not in out
 
 
 def test_totals_are_those_of_the_run_also_of_one_that_was_killed(compared, tmp_path):
@@ -275,18 +241,6 @@ def test_a_run_that_is_not_there_is_named(flopwatch, write, tmp_path):
     assert (status, "nowhere" in err) == (2, True)
 
 
-@pytest.mark.parametrize("columns", [80, 100])
-def test_the_table_fits_the_terminal(flopwatch, monkeypatch, tmp_path, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.chdir(tmp_path)
-    write_run(tmp_path / "a", 300, ended=True)
-    write_run(tmp_path / "b", 300, Story(seed=1, pads=False))
-    _, out, _ = flopwatch("compare", "a", "b")
-    assert max(map(len, out.splitlines())) <= columns
-    assert all(line == line.rstrip() for line in out.splitlines())
-    assert all(measure.label in out for measure in MEASURES)
-
-
 def test_a_resumed_run_is_compared_by_the_steps_that_count(flopwatch, tmp_path):
     accounts = Accounts()
     path = write_log(tmp_path / LOG, session(Story(), 1, 60, accounts))
@@ -295,18 +249,6 @@ def test_a_resumed_run_is_compared_by_the_steps_that_count(flopwatch, tmp_path):
     _, out, _ = flopwatch("compare", str(path), str(path), "--json")
     run = json.loads(out)["a"]
     assert (run["compared"], run["left_out"]) == (74, 6), "of 80 steps, three at the start of each session"
-
-
-def test_nothing_heavy_is_loaded(write):
-    a = write("a", [1.0] * 30)
-    code = (
-        "import sys; from flopwatch.cli import main\n"
-        f"try: main(['compare', {a!r}, {a!r}])\n"
-        "except SystemExit as end: assert not end.code\n"
-        "print([name for name in ('torch', 'pydantic', 'numpy') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.slow
@@ -361,19 +303,6 @@ def test_runs_that_do_other_work_are_said_to_before_any_figure(flopwatch, write,
     )
     assert -1 < words.find(said) < words.find("step time, median")
     assert "do not do the same work" not in flopwatch("compare", a, a)[1]
-
-
-def test_arguments_that_differ_are_listed_one_by_one(flopwatch, write):
-    given = (["cfg.yaml", "--lr=1e-3", "--steps", "80", "--compile"], ["cfg.yaml", "--lr", "3e-4", "--steps", "80"])
-    a, b = (
-        write(name, noisy(1, 40), start=replace(START, what_ran={"arguments": each}))
-        for name, each in zip("ab", given, strict=True)
-    )
-    differences = json.loads(flopwatch("compare", a, b, "--json")[1])["differences"]
-    assert [(each["what"], each["a"], each["b"]) for each in differences] == [
-        ("argument --lr", "1e-3", "3e-4"),
-        ("argument --compile", "given", None),
-    ]
 
 
 def test_a_sweep_is_refused_with_what_to_use_instead(flopwatch, write, tmp_path):

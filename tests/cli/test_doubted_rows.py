@@ -6,7 +6,6 @@ import pytest
 
 from flopwatch.report.run.contents import read_report
 from flopwatch.runs import read_around, read_log
-from flopwatch.runs.comparison import find_differences
 from flopwatch.runs.log_file import TornLineError, to_record
 from flopwatch.runs.state import WatchedRun, WatchFeed
 from flopwatch.runs.waterfall import exactness_of
@@ -91,32 +90,13 @@ def test_the_waterfall_names_the_reason_of_a_run_without_a_summary(tmp_path):
     assert exactness_of(read_around(write_run(tmp_path, lines))) == (False, (REASON,))
 
 
-def test_compare_lists_the_run_as_not_exact(patched, tmp_path):
-    other = write_run(tmp_path / "other")
-    differing = {fact.what: (fact.a, fact.b) for fact in find_differences(read_log(patched), read_log(other))}
-    assert differing["exact"] == (False, True)
-
-
 @pytest.mark.parametrize("broken", [7, [7], [[1]], [[1, 2, 3]], [["1", "2"]], [[1, None]], {"1": 2}, "12"])
 def test_a_notice_whose_ranges_are_damaged_counts_as_torn(broken):
     with pytest.raises(TornLineError, match="doubted"):
         to_record({**doubt(), "doubted": broken})
 
 
-def test_explain_says_why(flopwatch, patched):
-    _, out, _ = flopwatch("explain", str(patched.parent))
-    assert "; not exact" in out
-    assert f"Not exact: {REASON}." in out
-    _, out, _ = flopwatch("explain", str(patched.parent), "--step", "3")
-    assert "; exact" in out
-
-
 def test_watch_says_it(flopwatch, patched):
     _, out, _ = flopwatch("watch", str(patched.parent), "--once")
     assert "smart, not exact" in out
     assert f"step 7: {REASON}" in out
-
-
-def test_the_table_of_the_rows_says_it(flopwatch, patched):
-    _, out, _ = flopwatch("report", str(patched.parent), "--csv", "-")
-    assert [line.split(",")[2] for line in out.splitlines()[1:4]] == ["True", "True", "False"]

@@ -88,65 +88,6 @@ def test_one_step_divides_by_its_own_cells(flopwatch, tmp_path):
     assert "in the logging window of steps 51 to 60" in out
 
 
-def test_untimed_and_warm_up_steps_are_named_and_not_summed(flopwatch, tmp_path):
-    path = write_run(tmp_path, 10)
-    _, out, _ = flopwatch("explain", str(tmp_path))
-    columns = rows_in(path)[0]["steps"]
-    assert "Steps 1 to 10 (7 of 10 are used)" in out
-    assert "Left out: step 1 (not timed)" in out
-    assert "Left out: steps 2, 3 (warm-up, or counted as they ran)" in out
-    assert divisions(out)["MFU"][0] == sum(columns["model_flops"][3:])
-    assert is_close(divisions(out)["MFU"][1][0], sum(columns["seconds"][3:]), 12)
-    assert out.count("The log has the same value") == 1, "HFU is in detailed rows only"
-
-
-def test_a_warm_up_step_says_that_it_is_one(flopwatch, tmp_path):
-    write_run(tmp_path, 10)
-    text = " ".join(flopwatch("explain", str(tmp_path), "--step", "2")[1].split())
-    assert "This is a warm-up step, or it was counted as it ran, so no MFU in the log includes it." in text
-    assert "warm-up" not in flopwatch("explain", str(tmp_path), "--step", "7")[1]
-
-
-def test_the_first_step_has_no_time_and_says_why(flopwatch, tmp_path):
-    write_run(tmp_path, 10)
-    status, out, _ = flopwatch("explain", str(tmp_path), "--step", "1")
-    assert status == 0
-    assert "unknown: the start of the step was not measured" in " ".join(out.split())
-    assert "MFU is unknown: it cannot be calculated without seconds" in out
-
-
-@pytest.mark.parametrize(
-    ("story", "reasons"),
-    [
-        (
-            Story(knows_peak=False),
-            ["flopwatch has no peak FLOP/s for NVIDIA H100 80GB HBM3: give it now with --peak-tflops"],
-        ),
-        (Story(knows_flops=False), ["FLOPs were not yet counted when this was logged"]),
-        (Story(knows_tokens=False), ["the shape of the batch was not logged: a TrainingMonitor in the loop logs it"]),
-        (
-            Story(knows_peak=False, knows_flops=False, knows_tokens=False),
-            ["has no peak FLOP/s for", "MFU is unknown: it cannot be calculated without model FLOPs and peak"],
-        ),
-    ],
-)
-def test_what_is_unknown_is_said_with_its_reason(flopwatch, tmp_path, story, reasons):
-    write_run(tmp_path, 20, story)
-    status, out, _ = flopwatch("explain", str(tmp_path))
-    assert status == 0
-    for reason in reasons:
-        assert reason in " ".join(out.split())
-
-
-def test_the_peaks_of_several_devices_are_summed(flopwatch, tmp_path):
-    path = write_run(tmp_path, 50, Story(device_count=8))
-    _, out, _ = flopwatch("explain", str(tmp_path))
-    division = divisions(out)["MFU"]
-    assert division[1][2] == 8
-    assert is_close(quotient(division), rows_in(path)[-1]["values"]["perf/mfu"])
-    assert "8 devices, 7,915,200,000,000,000 FLOP/s in all" in out
-
-
 @pytest.mark.parametrize("peak", [{"flops_per_s": 1e12}, {**PEAK, "fraction": None}], ids=["no words", "no fraction"])
 def test_a_damaged_peak_is_explained_as_far_as_it_is_known(flopwatch, tmp_path, peak):
     records = list(session(Story(), 1, 100, Accounts()))
@@ -247,21 +188,6 @@ def test_a_real_run_is_explained_to_what_it_logged(flopwatch, tmp_path):
     assert "The log has the same value" in out.partition("HFU =")[0]
 
 
-def test_json_carries_the_same_numbers(flopwatch, tmp_path):
-    path = write_run(tmp_path, 50)
-    status, out, _ = flopwatch("explain", str(tmp_path), "--json")
-    facts = json.loads(out)
-    columns = rows_in(path)[-1]["steps"]
-    assert status == 0
-    assert facts["model_flops"] == sum(columns["model_flops"])
-    assert facts["mfu"]["share"] == pytest.approx(
-        facts["model_flops"] / facts["seconds"] / PEAK["flops_per_s"], rel=1e-12
-    )
-    assert facts["provenance"]["peak"] == PEAK
-    assert facts["unknown"] == {}
-    assert facts["steps"] == list(range(41, 51))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -276,13 +202,6 @@ def test_a_step_that_is_not_in_the_log_ends_with_status_2_and_those_that_are(flo
     assert re.search(message, err)
 
 
-def test_a_run_without_a_window_yet_says_so(flopwatch, tmp_path):
-    write_log(tmp_path / LOG, [RunStart("s", 0.0, "out")])
-    status, _, err = flopwatch("explain", str(tmp_path))
-    assert status == 2
-    assert "has no row of metrics yet" in err
-
-
 def test_as_a_process_a_folder_without_a_log_ends_with_status_2_and_a_message(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "flopwatch", "explain", str(tmp_path)], capture_output=True, text=True, check=False
@@ -290,19 +209,3 @@ def test_as_a_process_a_folder_without_a_log_ends_with_status_2_and_a_message(tm
     assert (done.returncode, done.stdout) == (2, "")
     assert "has no training_log.jsonl" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_nothing_heavy_is_loaded(tmp_path):
-    write_run(tmp_path, 50)
-    code = f"""
-import sys
-from flopwatch.cli import main
-try:
-    main(["explain", {str(tmp_path)!r}])
-except SystemExit as end:
-    assert not end.code
-assert "flopwatch.runs.explain" in sys.modules
-sys.exit([name for name in ("torch", "pydantic", "numpy") if name in sys.modules] or 0)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")

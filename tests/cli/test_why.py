@@ -153,21 +153,6 @@ def test_a_peak_that_is_too_low_is_the_verdict_and_draws_a_bar_upwards(why, tmp_
     assert bars["MFU of the whole run"][2] > bars["peak"][2]
 
 
-def test_without_colour_there_are_no_escape_codes(why, tmp_path, monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b" not in why(write_ledger(tmp_path / "a", SECONDS))
-
-
-def test_hostile_names_are_printed_as_text(why, tmp_path):
-    peak = {**CPU, "device": "[bold red]H100[/]\x1b[31m\n<script>", "source": "cores\x1b[1m"}
-    hostile = {"peak": peak, "environment": {"device": "cpu"}, "notes": ("[link=x]\x1b[2J",), "exact": False}
-    run = write_ledger(tmp_path / "a [red]b\x1b c", SECONDS, **hostile)
-    text = why(run)
-    assert "\x1b" not in text
-    assert "[bold red]H100[/]" in text
-    assert "[link=x]" in text
-
-
 # JSON
 
 
@@ -252,23 +237,6 @@ def test_what_is_missing_is_said_with_what_to_do(flopwatch, tmp_path, story, wor
     assert "Traceback" not in err
 
 
-def test_a_run_that_has_ended_is_not_told_to_wait(flopwatch, tmp_path):
-    write_run(tmp_path / "a", 100, ended=True)
-    status, _, err = flopwatch("why", str(tmp_path / "a"))
-    assert status == 2
-    assert "not logged before the run ended; run it again for more steps" in err
-    assert "wait" not in err
-
-
-def test_a_report_of_times_beyond_the_wall_time_fits_the_terminal(flopwatch, tmp_path):
-    run = write_ledger(tmp_path / "a", {**SECONDS, "start_up": 4000.0})
-    status, out, _ = flopwatch("report", run)
-    assert status == 0
-    bars = [line for line in out.splitlines() if "█" in line]
-    assert bars
-    assert max(map(len, bars)) <= 80
-
-
 def test_a_run_without_rows_says_when_the_first_comes(flopwatch, tmp_path):
     (tmp_path / "a").mkdir()
     write_log(tmp_path / "a" / "training_log.jsonl", records_of(SECONDS)[:2])
@@ -340,28 +308,12 @@ def test_compare_has_the_change_in_json_and_it_adds_up(flopwatch, tmp_path):
     assert change["sentence"].startswith("MFU of the whole run fell from 30.")
 
 
-def test_equal_runs_have_no_loss_that_changed(flopwatch, tmp_path):
-    a, b = (write_ledger(tmp_path / name, SECONDS) for name in "ab")
-    _, out, _ = flopwatch("compare", a, b)
-    told = " ".join(out.split())
-    assert "MFU of the whole run changed little, from 30.7 % to 30.7 %." in told
-    assert "no part changed by 2 % of that or more." in told
-
-
 def test_a_trace_of_one_run_only_does_not_look_like_a_loss_that_shrank(flopwatch, tmp_path, traces):
     traces.setattr(splits, "newest_traces", lambda run_dir: (TRACE,) if run_dir.endswith("b") else ())
     a, b = (write_ledger(tmp_path / name, SECONDS) for name in "ab")
     _, out, _ = flopwatch("compare", a, b, "--json")
     assert all(loss["change"] == 0 for loss in json.loads(out)["waterfall"]["losses"])
     assert all(part["change_ms"] == 0 for part in json.loads(out)["per_step"]["parts"])
-
-
-@pytest.mark.slow
-def test_runs_without_a_waterfall_are_compared_as_before(flopwatch, tmp_path):
-    a, b = (str(write_run(tmp_path / name, 100).parent) for name in "ab")
-    status, out, _ = flopwatch("compare", a, b)
-    assert status == 0
-    assert "ms per step" not in out
 
 
 def test_times_at_the_logged_peak_are_not_shown_below_another_one(flopwatch, tmp_path):

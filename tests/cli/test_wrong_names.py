@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import time
 from datetime import date
 from pathlib import Path
 
@@ -13,10 +12,9 @@ from flopwatch.cli import main
 from flopwatch.cli.run_logs.watch import _refuse_typing_error
 from flopwatch.cli.run_logs.watch_screen import draw_frame
 from flopwatch.errors import InputError
-from flopwatch.records.trial import TrialSpec
 from flopwatch.runs.state import WatchedRun
 from flopwatch.sweep.spec.matrix import expand, layered, read_matrix
-from flopwatch.sweep.spec.names import check_names, trial_names
+from flopwatch.sweep.spec.names import check_names
 from flopwatch.sweep.spec.parsing import parse_overrides
 
 
@@ -102,32 +100,11 @@ def test_settings_that_contradict_each_other_are_refused(words, told):
         parse_overrides(words)
 
 
-def test_a_date_that_is_none_is_text():
-    assert parse_overrides(["options.day=2026-13-45"]) == {"options": {"day": "2026-13-45"}}
-
-
 def test_a_later_layer_goes_over_an_earlier_one(tmp_path):
     file = tmp_path / "sweep.yaml"
     file.write_text("batch_size: [4, 8]\nseq_len: 16\nmodel: tiny\n")
     specs = expand(read_matrix(file, layered({"batch_size": 2}, {"seq_len": [64]})))
     assert [(spec.batch_size, spec.seq_len, spec.model) for spec in specs] == [(2, 64, "tiny")]
-
-
-def test_a_device_is_no_matrix():
-    with pytest.raises(InputError, match="too much for a matrix"):
-        read_matrix(Path("/dev/zero"), {})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("many", [5_000, pytest.param(20_000, marks=pytest.mark.campaign)])
-def test_thousands_of_colliding_names_are_different_and_take_no_quadratic_time(many):
-    specs = [TrialSpec("command", "x", 1, 8, label="Command", steps=steps) for steps in range(1, many + 1)]
-    seconds = {many // 5: [], many: []}
-    for count in (many // 5, many) * 3:
-        began = time.process_time()
-        assert len(set(trial_names(specs[:count]))) == count
-        seconds[count].append(time.process_time() - began)
-    assert min(seconds[many]) < 12 * min(seconds[many // 5]), "25 times where it is quadratic"
 
 
 def flopwatch(*words):

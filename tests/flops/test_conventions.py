@@ -61,6 +61,7 @@ def parameters(model: nn.Module, without: str = "embed_tokens") -> int:
 ALL_PAIRS = 12 * LAYERS * WIDTH * LENGTH  # FLOPs per token, 12 L H Q T
 
 
+@pytest.mark.slow
 def test_megatron_halves_attention() -> None:
     found = flops_by_convention(dense(), batch(), "megatron")
 
@@ -93,6 +94,7 @@ def test_llm_foundry_counts_six_for_every_parameter(tied: bool) -> None:
     assert flops_by_convention(model, batch(), "llm-foundry").flops == TOKENS * (6 * every + ALL_PAIRS)
 
 
+@pytest.mark.slow
 def test_torchtitan_counts_the_parameters_that_a_token_uses() -> None:
     model = with_experts()
     in_experts = parameters(model) - parameters_outside_of_experts(model)
@@ -196,6 +198,7 @@ UNDEFINED: dict[str, tuple[Any, Any, str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNDEFINED)
 def test_what_a_convention_does_not_define_has_a_reason_and_no_figure(name: str) -> None:
     build, given, convention, reason = UNDEFINED[name]

@@ -114,6 +114,7 @@ def test_padding_is_left_out_with_the_mask() -> None:
     assert padded.model_flops == sum(row.model_flops for row in rows)
 
 
+@pytest.mark.slow
 def test_a_mask_that_allows_all_pairs_is_known_too() -> None:
     """A law counts length 1, where a causal mask allows its only pair."""
     assert left_out(built("causal"), batch(2, 1))[1].notes == ()

@@ -41,6 +41,7 @@ def test_a_count_equals_the_truth_to_the_flop(
     assert count.uncounted == ()
 
 
+@pytest.mark.slow
 @each_kind
 def test_a_trace_counts_it_and_its_parts_add_up(architecture: Architecture) -> None:
     if reason := architecture.untraceable():
@@ -54,6 +55,7 @@ def test_a_trace_counts_it_and_its_parts_add_up(architecture: Architecture) -> N
     assert sum(part.total for part in count.by_module.values()) == count.hardware_flops
 
 
+@pytest.mark.slow
 @each_kind
 def test_counting_leaves_no_trace(architecture: Architecture) -> None:
     batch = architecture.batch(2, 32)

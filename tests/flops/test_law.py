@@ -155,6 +155,7 @@ def test_chunks_are_found_out_whatever_the_example(seq_len: int) -> None:
     assert not flopwatch.fit_flops_law(Chunked(), {"input_ids": ids}).exact
 
 
+@pytest.mark.slow
 def test_a_law_counts_new_shapes_only_while_its_model_lives() -> None:
     model = Chunked()
     law = flopwatch.fit_flops_law(model, {"input_ids": torch.ones(2, 30, dtype=torch.long)})
@@ -233,6 +234,7 @@ def test_every_architecture_is_in_one_of_the_groups() -> None:
     assert {architecture.name for architecture in ARCHITECTURES} == known
 
 
+@pytest.mark.slow
 def test_a_law_of_counts_with_holes_is_not_exact() -> None:
     class SingularValues(nn.Module):
         def __init__(self) -> None:

@@ -754,6 +754,7 @@ def test_a_large_array_is_read_but_neither_copied_nor_written_to(monkeypatch: py
     assert table[0] == 0
 
 
+@pytest.mark.slow
 def test_objects_that_are_nested_too_deeply_are_told() -> None:
     node: list[Any] = []
     for _ in range(100_000):

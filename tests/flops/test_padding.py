@@ -88,6 +88,7 @@ def _padded(batch: Batch, lengths: list[int], *, left: bool) -> dict[str, Any]:
     return batch
 
 
+@pytest.mark.slow
 def test_what_a_step_pays_once_is_paid_once() -> None:
     class RelativePositions(torch.nn.Module):
         """Projects a table of positions once per step, as DeBERTa does, and compares all samples, as CLIP does."""

@@ -1,10 +1,13 @@
 """What steers a cost besides shapes is found, and then no law is called exact."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import flopwatch
+
+pytestmark = pytest.mark.slow
 
 
 class PackedGru(nn.Module):

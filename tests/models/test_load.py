@@ -44,6 +44,7 @@ def test_a_preset_learns() -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_a_preset_recomputes_its_blocks_when_asked() -> None:
     model = load_model("tiny")
     plain = flopwatch.count_flops(model, dummy_batch(model, 2, 32))

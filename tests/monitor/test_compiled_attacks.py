@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flopwatch
 from flopwatch.flops.tracing import live, regions
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 STEPS, ROWS, WIDTH = 10, 4, 16
 LINEAR = 2 * ROWS * WIDTH * WIDTH
 ON_NEW_TORCH = pytest.mark.skipif(not live._compiles_beside, reason="before torch 2.10, compiled code alone is counted")
@@ -150,7 +150,6 @@ def a_write_under_autocast(compile_with):
     return nn.ModuleList([net, inner, outer]), loss_of
 
 
-@pytest.mark.slow
 @ON_NEW_TORCH
 @pytest.mark.parametrize(
     "make",
@@ -184,7 +183,6 @@ def a_function_of_the_user_in_the_graph(compile_with):
     return net, lambda step: run(data(step)).square().mean()
 
 
-@pytest.mark.slow
 @ON_NEW_TORCH
 def test_a_function_of_the_user_in_a_graph_is_not_run_a_second_time(tmp_path):
     weights, rows, _ = trained(a_function_of_the_user_in_the_graph, tmp_path)
@@ -290,7 +288,6 @@ def test_sizes_of_eager_modules_beside_compiled_code_are_seen_in_the_batch(tmp_p
     assert wrong_steps([record for record in records if record["type"] == "row"], truth) == []
 
 
-@pytest.mark.slow
 @ON_NEW_TORCH
 def test_compiled_code_in_another_thread_belongs_to_no_step(tmp_path):
     def make(compile_with):

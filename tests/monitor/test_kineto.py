@@ -3,10 +3,13 @@
 import gzip
 import json
 
+import pytest
 import torch
 
 import flopwatch
 from support.small_models import TinyText, text_batch
+
+pytestmark = pytest.mark.slow
 
 
 def train(tmp_path, steps, ask_at=2, ask=3):

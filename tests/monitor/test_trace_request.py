@@ -156,6 +156,7 @@ def test_a_trace_that_cannot_be_written_does_not_stop_the_training(tmp_path):
     assert not torch.autograd._profiler_enabled(), "the profiler is not left on"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("at_once")
 def test_the_time_to_write_a_trace_is_a_pause(tmp_path, monkeypatch):
     export = torch.profiler.profile.export_chrome_trace
@@ -175,6 +176,7 @@ def test_while_a_profiler_of_the_user_is_active_no_trace_is_taken(tmp_path):
     assert sum(event.count for event in mine.key_averages() if event.key == "Optimizer.step#SGD.step") == 30
 
 
+@pytest.mark.slow
 def test_a_thread_of_its_own_looks_for_requests_and_ends_with_the_run(tmp_path):
     before = set(threading.enumerate())
 

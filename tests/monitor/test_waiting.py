@@ -261,19 +261,15 @@ def test_a_loader_that_gets_slower_for_good_is_waited_for_soon(run):
     assert waits[-80:] == pytest.approx([30.0] * 80)
 
 
-def gaps(has_workers):
-    usual = UsualGaps(worker_processes=lambda: has_workers)
-
-    def is_outside(seconds, busy_seconds=0.0):
-        return usual.is_outside(seconds, work_seconds=0.3, has_seen_other_work=False, cpu_seconds=busy_seconds)
-
-    return is_outside
+def gaps():
+    usual = UsualGaps(worker_processes=lambda: False)
+    return lambda seconds: usual.is_outside(seconds, work_seconds=0.3, has_seen_other_work=False, cpu_seconds=0.0)
 
 
 def test_gaps_are_judged_once_there_are_some_and_short_ones_never():
-    is_outside = gaps(False)
+    is_outside = gaps()
     assert not is_outside(100.0)
-    is_outside = gaps(False)
+    is_outside = gaps()
     assert not any(is_outside(0.001) for _ in range(20))
     assert not is_outside(0.25), "not longer than a step"
     assert is_outside(0.35)

@@ -110,6 +110,7 @@ def fake_git(folder, content):
     return str(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("git", ["hangs", "missing", "fails"])
 def test_a_training_ends_and_is_logged_without_git(started, tmp_path, monkeypatch, git):
     contents = {"hangs": "exec sleep 600", "fails": "exit 128"}

@@ -16,6 +16,8 @@ from flopwatch.monitor.counting import costs as peaks_module
 from flopwatch.monitor.counting.costs import Peaks
 from flopwatch.records.flops import Peak
 
+pytestmark = pytest.mark.slow
+
 PEAKS = {"fp32": 1e12, "tf32": 3e12, "bf16": 7e12, "fp16": 11e12, "fp8": 13e12, "int8": 17e12, "fp64": 0.5e12}
 """Of a device that knows every type, each with a peak of its own."""
 ROWS, WIDTH, CLASSES = 6, 8, 4
@@ -148,7 +150,6 @@ class Wrapped(nn.Module):
         return self.layers(x)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_decorated", [True, False])
 @pytest.mark.parametrize("what", ["model", "in place", "step"])
 @pytest.mark.usefixtures("compiler")
