@@ -56,6 +56,16 @@ class Losing(InProcessEngine):
         return [Ended(ended.name, self.evidence) for ended in super().wait(seconds)]
 
 
+class NeverBeginning(Losing):
+    """Loses the trial of batch size 2 before its supervisor has begun."""
+
+    def answer(self, trial):
+        found = super().answer(trial)
+        if found is None:
+            (trial.sweep / "trials" / trial.name / "started.json").unlink()
+        return found
+
+
 def run(folder, engine, *, listener=None, stop=None, **settings):
     with held_folder(folder):
         plan = make_plan(folder, SPECS)
@@ -296,3 +306,17 @@ def test_half_a_line_is_taken_back(tmp_path, monkeypatch):
             append_line(file, {"name": "b"})
     append_line(file, {"name": "c"})
     assert [json.loads(line)["name"] for line in file.read_text().splitlines()] == ["a", "c"]
+
+
+def test_a_supervisor_that_never_began_costs_no_retry_and_is_no_attempt(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLOPWATCH_VISIBLE_SECONDS", "0")
+    listener = Told()
+    result = run(tmp_path, NeverBeginning(2), listener=listener)
+    assert (result.outcome, result.earlier_attempts) == ("ok", ())
+    assert listener.retried == [("standard_bs2_seq64", "lost", 1, 2), ("standard_bs2_seq64", "lost", 2, 2)]
+
+
+def test_a_supervisor_that_never_begins_at_all_is_lost_in_the_end(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLOPWATCH_VISIBLE_SECONDS", "0")
+    result = run(tmp_path, NeverBeginning(99))
+    assert (result.outcome, result.earlier_attempts) == ("lost", ())

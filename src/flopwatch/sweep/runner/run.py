@@ -26,7 +26,7 @@ from flopwatch.sweep.folder import (
     record,
     restore_lists,
 )
-from flopwatch.sweep.lease import BEAT_SECONDS
+from flopwatch.sweep.lease import BEAT_SECONDS, trial_lease
 from flopwatch.sweep.runner.endings import TRANSIENT, Endings, result_of
 from flopwatch.sweep.runner.observing import Observer, SafeObserver, Stop
 from flopwatch.sweep.runner.plan import (
@@ -83,6 +83,7 @@ class _Run:
         waiting: Trials that the engine has not been given yet, in the order in which they start.
         elsewhere: Trials of an earlier runner that the engine does not know and whose supervisors may still be running.
         unwritten: Results that are not in `results.jsonl` yet, because the disk is full or does not respond.
+        false_starts: How often a trial's supervisor never began, by the trial's name. They cost none of its retries.
         waits_for: Why nothing can be written until `next_try`; empty if it can be.
         out_of_memory: Results which prove that larger trials would run out of memory too.
         held: By kind, the trials that wait for the end of the smallest trial of their kind.
@@ -102,6 +103,7 @@ class _Run:
     impossible: dict[str, TrialResult] = field(default_factory=dict)
     unwritten: deque[TrialResult] = field(default_factory=deque)
     counts: Counter[str] = field(default_factory=Counter)
+    false_starts: Counter[str] = field(default_factory=Counter)
     is_cancelled: bool = False
     next_check: float = 0.0
     waits_for: str = ""
@@ -279,9 +281,11 @@ class _Run:
         if trial is None:
             return
         result = result_of(trial, ended, is_cancelled=self.is_cancelled)
-        earlier = len(result.earlier_attempts)
+        has_run = not trial_lease(trial.folder).holder().is_withdrawn  # else no supervisor began: that is no attempt
+        earlier = len(result.earlier_attempts) if has_run else self.false_starts[trial.name]
         if self.retries.tries_again(result, earlier, is_stopping=self.stop.is_finishing):
-            self.waiting.append(_next_attempt(trial, result))
+            self.false_starts[trial.name] += not has_run
+            self.waiting.append(_next_attempt(trial, result) if has_run else trial)
             self.observer.tell("tries_again", result, earlier + 1, self.retries.most)
             return
         if proves_too_large(result):
