@@ -16,7 +16,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import flopwatch
 from flopwatch.automatic import WatchedProcess
-from flopwatch.automatic.trained import note_call, take_calls
 from flopwatch.records.run import Summary
 
 STEP_FLOPS = 3 * 2 * 4 * 8 * 8 - 2 * 4 * 8 * 8
@@ -144,14 +143,3 @@ def test_what_runs_before_every_step_belongs_to_it(
     assert summary(watched).values["total/samples"] == 30 * 4, "only calls with gradients bring samples"
     assert [row["exact"] for row in rows[1:]] == [True] * (len(rows) - 1)
     assert {flops for row in rows[1:] for flops in row["steps"]["model_flops"]} == {STEP_FLOPS + flops}
-
-
-def test_the_batches_of_an_evaluation_are_not_kept_for_a_model_compiled_in_place() -> None:
-    model, batch = nn.Linear(8, 8), torch.ones(4, 8)
-    references = sys.getrefcount(batch)
-    with torch.no_grad():
-        note_call(model, (batch,), {})
-    assert sys.getrefcount(batch) == references
-
-    note_call(model, (batch,), {})
-    assert len(take_calls(model)) == 1

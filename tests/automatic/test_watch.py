@@ -2,8 +2,6 @@
 
 import copy
 import gc
-import importlib
-import sys
 import time
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 from torch import nn
 
 import flopwatch
-from flopwatch.automatic.script import when_imported
 from flopwatch.automatic.trained import MAYBE_EVALUATED
 
 STEP_FLOPS = 2 * (2 * 4 * 8 * 8)
@@ -183,21 +180,6 @@ def test_a_model_and_optimizer_that_take_over_are_measured_when_the_first_are_go
     train(nn.Linear(8, 8), steps=6)
     watched.stop()
     assert totals(watched) == (4 + 6, (4 + 6) * STEP_FLOPS, (4 + 6) * 4)
-
-
-def test_an_action_waits_for_the_import_and_does_not_hide_its_error(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "imported_later.py").write_text("VALUE = 3")
-    (tmp_path / "imported_in_vain.py").write_text("raise OSError('no licence')")
-    seen = []
-    when_imported("imported_later", lambda: seen.append(sys.modules["imported_later"].VALUE))
-    cancel = when_imported("imported_in_vain", lambda: seen.append("in vain"))
-    assert seen == []
-    importlib.import_module("imported_later")
-    with pytest.raises(OSError, match="no licence"):
-        importlib.import_module("imported_in_vain")
-    cancel()
-    assert seen == [3]
 
 
 @pytest.mark.slow

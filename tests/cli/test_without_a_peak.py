@@ -160,22 +160,3 @@ def test_a_peak_that_is_no_positive_number_is_refused(logs, flopwatch):
     status, _, err = flopwatch("why", str(logs / "given/run"), "--peak-tflops", "0")
     assert status == 2
     assert "--peak-tflops must be a positive number" in err
-
-
-def test_explain_does_not_say_that_the_log_has_what_a_later_peak_gives(flopwatch, logs):
-    for run, words in (
-        ("given", "The log has no MFU, because the run did not know this peak."),
-        ("knew", "at the peak that"),
-    ):
-        status, out, err = flopwatch("explain", str(logs / run / "run"), "--peak-tflops", "0.4")
-        assert status == 0, err
-        if " 2 ranks" not in out:  # the log has the MFU of all ranks
-            assert words in " ".join(out.split())
-        assert "the same value" not in out
-
-
-def test_a_notice_that_there_is_no_mfu_is_gone_with_a_later_peak(flopwatch, logs, tmp_path):
-    for command in (["watch", "--once"], ["report", "--json"], ["report", "--md", "-"]):
-        for peak, is_told in (([], True), (["--peak-tflops", "0.4"], False)):
-            _, out, _ = flopwatch(*command[:1], str(logs / "other"), *command[1:], *peak)
-            assert ("there will be no MFU" in " ".join(out.split())) == is_told, (command, out)

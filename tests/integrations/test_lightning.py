@@ -53,12 +53,6 @@ class TestRows:
         trainer.fit(TextModule(), tiny_run.loader())
         assert set(trainer.callback_metrics) == set(trainer.logged_metrics) == {"loss"}
 
-    def test_the_folder_is_that_of_the_logger(self, tmp_path):
-        logger = CSVLogger(tmp_path)
-        callback = quick_callback()
-        lightning_trainer(tmp_path, callback, logger=logger).fit(TextModule(), tiny_run.loader())
-        assert str(callback.monitor.output_dir) == f"{logger.log_dir}/flopwatch"
-
 
 class TestModel:
     @pytest.mark.slow

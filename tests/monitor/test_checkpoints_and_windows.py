@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from flopwatch import TrainingMonitor
 from flopwatch.runs import read_log, rows_from_end
@@ -107,17 +106,3 @@ def test_a_checkpoint_in_the_first_steps_does_not_decide_what_warm_up_is(tmp_pat
         warm_up.append(rows_of(sink)[0].steps["warm_up"])
     assert warm_up[0] == warm_up[1]
     assert sum(warm_up[0]) == 3
-
-
-def test_a_loss_that_is_told_after_the_checkpoint_is_in_the_row(tmp_path):
-    """As by frameworks that save first and log then."""
-    sink = RecordingSink()
-    with TrainingMonitor(tmp_path, model=TinyText(), sinks=[sink], log_every=10) as monitor:
-        monitor.log_step(0, batch=text_batch(2, 8))
-        monitor.log_step(1, batch=text_batch(2, 8))
-        monitor.state_dict()
-        monitor.log_now(loss=torch.tensor(1.5), grad_norm=0.25, learning_rate=0.1)
-    (row,) = rows_of(sink)
-    assert row.step == 1
-    assert (row.values["training/loss"], row.values["training/grad_norm"]) == (1.5, 0.25)
-    assert row.values["training/lr"] == 0.1

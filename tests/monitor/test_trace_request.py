@@ -211,17 +211,6 @@ def test_every_rank_writes_its_own_trace(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("at_once")
-def test_a_profiler_that_the_user_starts_during_a_trace_gets_all_of_its_events(tmp_path):
-    mine = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    train(tmp_path, {5: ask(tmp_path, 5), 9: mine.start, 15: mine.stop}, strict=False)
-
-    assert sum(event.count for event in mine.key_averages() if event.key == "Optimizer.step#SGD.step") == 6
-    assert traces_in(tmp_path) == []
-    assert "another profiler of this process was started" in notices(tmp_path, "trace_not_taken")[0]
-
-
-@pytest.mark.slow
 def test_an_evaluation_between_traced_steps_is_no_part_of_them(tmp_path):
     torch.manual_seed(0)
     model, batch = torch.nn.Linear(8, 8), torch.randn(4, 8)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from flopwatch.records.metrics import METRICS, find_metric
 from flopwatch.sinks.jsonl import JsonlSink
 from flopwatch.sinks.thread import SinkThread, build_sinks
 from support.sinks.sample_run import ORIGIN, WARNING, records, rows
@@ -171,32 +170,3 @@ def search_runs(address, experiment_id):
 def in_mlflow(value):
     """Its database has no infinity and keeps the largest double instead."""
     return math.copysign(sys.float_info.max, value) if math.isinf(value) else float(value)
-
-
-def test_prometheus_shows_the_newest_row_and_the_newest_number_of_each_key_of_the_user(run):
-    newest = {key: value for _, key, value in logged()}
-    last = rows()[-1].values
-    of_flopwatch = {key for key in newest if key in METRICS or key.startswith("dataset/")}
-    assert of_flopwatch - set(last)
-    for key, value in newest.items():
-        if key in of_flopwatch - set(last):  # an older row's value would not fit to the others
-            assert in_prometheus(key) not in run.scraped
-        else:
-            assert same(run.scraped[in_prometheus(key)].value, float(value)), key
-    assert run.scraped["flopwatch_last_row_timestamp_seconds", None].value == rows()[-1].unix_time
-    labels = run.scraped["flopwatch_info", None].labels
-    assert labels["device"] == ORIGIN.peak["device"]
-    assert labels["method"] == "trace"
-
-
-def in_prometheus(key):
-    if key.startswith("dataset/"):
-        _, dataset, figure = key.split("/")
-        return f"flopwatch_dataset_{figure}", dataset
-    name = "flopwatch_" + key.replace("/", "_").replace(" ", "_").replace("!", "_")
-    return name + "_seconds" * (find_metric(key).unit == "s" and not name.endswith("_seconds")), None
-
-
-def test_the_console_shows_one_line_per_row(run):
-    lines = (run.folder / "console.txt").read_text().splitlines()
-    assert sum(line.startswith("step ") for line in lines) == len(rows())

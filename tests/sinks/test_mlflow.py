@@ -13,7 +13,7 @@ from flopwatch.sinks.mlflow import MlflowSink
 from flopwatch.sinks.thread import SinkThread
 from flopwatch.testing import FakeClock
 from support.sinks.sample_run import ORIGIN, START, basic_row, records, rows
-from support.sinks.servers import free_port, get_json, kill, mlflow_server, post_json, wait_until
+from support.sinks.servers import free_port, get_json, kill, mlflow_server, post_json
 
 pytestmark = pytest.mark.slow
 
@@ -204,14 +204,3 @@ def test_without_any_server_the_run_is_kept_in_the_output_folder(tmp_path):
     assert run.info.status == "FINISHED"
     history = client.get_metric_history(run.info.run_id, "perf/step_time")
     assert [point.step for point in history] == [row.step for row in rows()]
-
-
-def test_a_run_started_after_the_sink_was_made_is_found(mlflow, mlflow_address, tmp_path):
-    mlflow.set_experiment("later")
-    thread = SinkThread(MlflowSink(tmp_path), lambda name, error: pytest.fail(str(error)))
-    thread.put(START)
-    wait_until(thread._queue.empty, "the start was taken")
-    mine = mlflow.start_run()
-    thread.put(rows()[0])
-    assert thread.close(60)
-    assert steps_of(mlflow_address, mine.info.run_id) == [10]

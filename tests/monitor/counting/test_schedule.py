@@ -84,27 +84,3 @@ def test_a_step_that_is_new_to_one_rank_is_counted_there_and_leaves_the_plan_of_
 
     assert with_new.next_index == usual.next_index
     assert counted(with_new, 5000) == counted(usual, 5000)
-
-
-def test_ranks_do_not_count_new_steps_without_end():
-    schedule = Schedule(is_alone=False)
-    while schedule.may_add(0):
-        schedule.extra += 1
-
-    assert schedule.extra == 32
-    assert not schedule.may_add(1_000_000)
-
-
-def test_nothing_is_counted_before_the_first_step_that_may_be():
-    schedule = Schedule(next_index=20)
-
-    assert not schedule.is_due(19)
-    assert not schedule.may_add(19)
-    assert schedule.is_due(20)
-    assert schedule.may_add(20)
-
-
-def test_some_counts_begin_with_the_step_though_nothing_ran_there_so_far():
-    looks = [Schedule().begins_early() for _ in range(400)]
-
-    assert 50 < sum(looks) < 150
