@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flopwatch.language import ENGLISH, Said, commas, counted, language, semicolons, sentences
-from flopwatch.numbers import UNKNOWN, duration, percent, step_time
+from flopwatch.numbers import duration, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.present.json_form import record_fields, to_json
 from flopwatch.records.metrics import find_metric
@@ -71,7 +71,8 @@ def _first(report: RunReport) -> Iterator[doc.Part]:
     verdict += [doc.Text(Said("Next: {step}", step=said.next_step))] if said.next_step else []
     losses = doc.Items([_loss(loss, said.next_step) for loss in said.losses], is_numbered=True)
     yield doc.Section("", [*verdict, *([doc.Only(("html",), [losses])] if said.losses else [])], tone="verdict")
-    yield doc.Section("", [doc.Tiles(list(words.tiles(report)))])
+    caveat = [doc.Text(report.goodput.caveat, "note")] if report.goodput and report.goodput.caveat else []
+    yield doc.Section("", [doc.Tiles(list(words.tiles(report))), *caveat])
     yield doc.Only(("html",), [doc.Text(text, "warn") for text in words.warnings(report)[:_MOST_WARNINGS]])
 
 
@@ -84,10 +85,7 @@ def _loss(loss: Loss, said: str) -> doc.Cell:
 
 
 def _sections(report: RunReport) -> Iterator[doc.Part]:
-    sections = [_time_section(report)]
-    if report.waterfall is not None:
-        sections.insert(0, _peak_section(report.waterfall, report.conclusion.notes))
-    yield doc.Beside(sections)
+    yield _loss_section(report)
     said = [*_curves(report), *_notices(report), _place_section(report), _provenance_section(report), *_metrics(report)]
     yield doc.Only(("markdown", "html"), said)
 
@@ -101,6 +99,23 @@ def _end(report: RunReport) -> Iterator[doc.Part]:
     said = [doc.Text(words.shortened(moment.words, 300), "warn") for moment in notices[-3:]]
     hint = doc.Text(Said("The whole report: {command}", command="flopwatch report RUN_DIR --html page.html"), "soft")
     yield doc.Only(("terminal",), [doc.Section("", [doc.Text(counts), doc.Text(sure), *said, hint])])
+
+
+def _loss_section(report: RunReport) -> doc.Section:
+    if report.waterfall is not None:
+        return _peak_section(report.waterfall, report.conclusion.notes)
+    title, link, times = Said("Where the wall time went"), Said("Wall time"), report.times
+    if times is None:
+        return doc.Section(title, [doc.Text(Said("The log does not have the wall time of the run."))], "time", link)
+    rows, bars = [], []
+    for use in times.uses:
+        time, share = duration(use.seconds), percent(use.share)
+        rows.append((use.name, time, share, step_time(use.seconds_per_step)))
+        is_work = USES[use.key].without_peak
+        bars.append(doc.Bar(use.name, 0.0, use.share, f"{time} · {share}", "rest" if is_work else "loss"))
+    behind = doc.Grid((Said("use"), *doc.numbers("time", "share of the wall time", "per step")), rows, most=_ALL_ROWS)
+    remark = Said("of {time}", time=duration(times.wall_seconds))
+    return doc.Section(title, [doc.Bars(bars, Said("Wall time"), remark, behind)], "time", link)
 
 
 def _peak_section(waterfall: Waterfall, notes: Sequence[str]) -> doc.Section:
@@ -118,41 +133,6 @@ def _peak_section(waterfall: Waterfall, notes: Sequence[str]) -> doc.Section:
     bars = replace(waterfall_bars(waterfall), title=Said("From 100 % of the peak down to the MFU"), remark=remark)
     below = doc.Only(("markdown", "html"), [doc.Text(note, "note") for note in said])
     return doc.Section(Said("Where the rest of the peak went"), [bars, below], "waterfall", Said("Waterfall"))
-
-
-def _time_section(report: RunReport) -> doc.Section:
-    title, link, goodput = Said("Where the wall time went"), Said("Wall time"), report.goodput
-    if goodput is None:
-        return doc.Section(title, [doc.Text(Said("The log does not have the wall time of the run."))], "time", link)
-    wall = goodput.wall_seconds
-    if report.times is None:
-        lost = [(USES[name].name, seconds) for name, seconds in goodput.largest_losses(99)]
-        uses = [(USES["productive"].name, goodput.productive_seconds), *lost]
-    else:
-        ordered = sorted(report.times.uses, key=lambda use: not USES[use.key].in_steps)
-        each = Said("{use}, {time} per step")
-        uses = [
-            (
-                each.filled(use=use.name, time=step_time(use.seconds_per_step)) if use.seconds_per_step else use.name,
-                use.seconds,
-            )
-            for use in ordered
-        ]
-    rows = [(name, duration(seconds), percent(seconds / wall)) for name, seconds in uses]
-    bars = [
-        doc.Bar(name, 0.0, seconds / wall, f"{time} · {share}", "loss" if place else "rest")
-        for place, ((name, seconds), (_, time, share)) in enumerate(zip(uses, rows, strict=True))
-    ]
-    rows.append((Said("wall time"), duration(wall), "100 %"))
-    behind = doc.Grid((Said("use"), *doc.numbers("time", "share of the wall time")), rows, most=_ALL_ROWS)
-    drawn = doc.Bars(
-        bars,
-        Said("Goodput {share}", share=percent(goodput.share)),
-        Said("of {time}", time=duration(goodput.known_seconds)),
-        behind,
-    )
-    notes = [doc.Text(note, "note") for note in ([goodput.caveat] if goodput.caveat else [])]
-    return doc.Section(title, [drawn, *notes], "time", link)
 
 
 def _curves(report: RunReport) -> Iterator[doc.Part]:
@@ -208,23 +188,8 @@ def _place_section(report: RunReport) -> doc.Section:
     parts: list[doc.Part] = [doc.Facts(words.places(report))]
     if report.start is not None and report.start.config:
         settings = words.setting_texts(dict(list(report.start.config.items())[:_MOST_SETTINGS]))
-        rows_of_names = [tuple(doc.Cell(text) for text in pair) for pair in settings]
-        grid = doc.Grid((Said("setting"), Said("value")), rows_of_names)
-        listed = doc.Section(Said("Configuration of the monitor"), [grid], is_open=False)
+        listed = doc.Section(Said("Configuration of the monitor"), [doc.Facts(settings)], is_open=False)
         parts.append(doc.Only(("html",), [listed]))
-    if len(report.starts) > 1:
-        columns: list[doc.Head | str] = [*doc.numbers("session", "start (UTC)", "resumed after step")]
-        columns += [Said("host"), Said("device"), "torch", *doc.numbers("world size")]
-        rows = []
-        for place, start in enumerate(report.starts, start=1):
-            named = (words.setting_text(start.environment.get(name)) for name in ("host", "device", "torch"))
-            resumed = UNKNOWN if start.resumed_after_step is None else f"{start.resumed_after_step:,}"
-            rows.append((f"{place}", words.utc(start.unix_time), resumed, *named, f"{start.world_size:,}"))
-        parts.append(
-            doc.Section(
-                counted(len(report.starts), "{n} session", "{n} sessions"), [doc.Grid(columns, rows[-_MOST_SESSIONS:])]
-            )
-        )
     return doc.Section(Said("What ran where"), parts, "where")
 
 

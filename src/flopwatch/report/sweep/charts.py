@@ -9,17 +9,13 @@ from typing import TypeAlias
 from flopwatch.numbers import byte_size, count, number
 from flopwatch.present import svg
 from flopwatch.present.document import Drawing, Panels, evenly
-from flopwatch.records.trial import OUT_OF_MEMORY
 from flopwatch.report.cells import METRICS, ShownMetric, cell_text, outcome_class, outcome_word, throughput_metric
 from flopwatch.report.records import Group, TrialCell
 from flopwatch.report.verdicts import configuration, rate_interval
 
 _Colours: TypeAlias = Mapping[str, int]
 _MOST_PANELS = 8
-_CURVES = (
-    "Vertical bars are 95 % intervals. A hollow marker means that the step time is unstable, and a cross above a plot "
-    "that the trial ran out of memory."
-)
+_CURVES = "Vertical bars are 95 % intervals. A hollow marker means that the step time is unstable."
 _MAP = "Peak memory in GiB; darker means more. A trial that is not ok shows its outcome instead."
 
 
@@ -96,7 +92,7 @@ _LEAST_FACTOR = 4.0
 _DENSE = 12
 """Curves with more points than this have small markers."""
 _WIDTH, _HEIGHT = 300.0, 214.0
-_LEFT, _RIGHT, _BOTTOM, _TOP = 52.0, 290.0, 176.0, 38.0
+_LEFT, _RIGHT, _BOTTOM, _TOP = 52.0, 290.0, 176.0, 12.0
 
 
 _SIZE_OF: dict[str, Callable[[TrialCell], int]] = {
@@ -124,35 +120,13 @@ def _curve_panels(group: Group, along: str, apart: str, rate: ShownMetric, colou
     for value in panels:
         own = sorted((cell for cell in cells if panel_of(cell) == value), key=x_of)
         if any(rate.value(cell) is not None for cell in own):
-            by_trainer = {name: [cell for cell in own if cell.trainer == name] for name in group.trainers}
-            drawn = grid + "".join(_curves(by_trainer, rate, colours, lambda cell: x(x_of(cell)), y))
+            drawn = grid
+            for name in group.trainers:
+                known = [cell for cell in own if cell.trainer == name and rate.value(cell) is not None]
+                points = [(x(x_of(cell)), y(rate.value(cell) or 1), cell) for cell in known]
+                drawn += "".join(_curve(points, rate, colours[name], y))
             drawings.append(Drawing(f"{apart} {value}", "", drawn, _WIDTH, _HEIGHT))
     return drawings
-
-
-def _curves(
-    by_trainer: Mapping[str, Sequence[TrialCell]],
-    metric: ShownMetric,
-    colours: _Colours,
-    x: Callable[[TrialCell], float],
-    y: svg.LogScale,
-) -> Iterator[str]:
-    crosses = []
-    for place, (trainer, own) in enumerate(by_trainer.items()):
-        points = [(x(cell), y(value), cell) for cell in own if (value := metric.value(cell)) is not None]
-        yield from _curve(points, metric, colours[trainer], y)
-        height, shape = 6 + 16 * (place + 0.5) / len(by_trainer), "l5.2 5.2m0 -5.2l-5.2 5.2"
-        for cell in own:
-            if cell.outcome in OUT_OF_MEMORY:
-                left = x(cell)
-                start = f"M{left - 2.6:.1f} {height - 2.6:.1f}"
-                crosses.append(f'<path class="x k{colours[trainer] % svg.COLOURS}" d="{start}{shape}"/>')
-                tip = f"{configuration(cell)}: {outcome_word(cell.outcome)}"
-                crosses.append(svg.tip_area(left - 5, height - 4, 10, 8, tip))
-    if crosses:
-        yield f'<rect class="band" x="{_LEFT}" y="4" width="{_RIGHT - _LEFT}" height="20" rx="3"/>'
-        yield svg.text(_LEFT - 6, 17, "OOM", anchor="end")
-        yield from crosses
 
 
 def _curve(
