@@ -1,10 +1,8 @@
 """A trainer of the user says that it is private: it gets epsilon, and stands with the private trainers."""
 
 import json
-import re
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +15,41 @@ from flopwatch.sweep.trainers.protocol import declared_privacy
 from support.few_results import ran, summary_of
 from support.warm_sweep import flopwatch_warm
 
-PAGE = Path(__file__).parents[2] / "docs" / "sweep.md"
 PLAN = {"dataset_size": 1000, "epochs": 2, "delta": 1e-3, "accountant": "rdp"}
-SILENT = """
+OWN = """
+import torch
+
+from flopwatch.sweep import Privacy
+
+
+class DPLoop:
+    # DP-SGD, one sample at a time
+
+    def __init__(self, model, settings):
+        noise, bound = settings.options.get("noise_multiplier", 1.0), settings.options.get("max_grad_norm", 1.0)
+        self.privacy = Privacy(noise_multiplier=noise, max_grad_norm=bound)
+        self.model, self.size = model, settings.batch_size
+        self.weights = [weight for weight in model.parameters() if weight.requires_grad]
+
+    def forward(self, batch):
+        rows = [{name: value[i : i + 1] for name, value in batch.items()} for i in range(self.size)]
+        return [self.model(**row)["loss"] for row in rows]
+
+    def backward(self, losses):
+        self.sums = [torch.zeros_like(weight) for weight in self.weights]
+        for loss in losses:
+            gradients = torch.autograd.grad(loss, self.weights)
+            norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+            share = (self.privacy.max_grad_norm / norm).clamp(max=1)
+            self.sums = [total + share * gradient for total, gradient in zip(self.sums, gradients)]
+
+    def update(self):
+        scale = self.privacy.noise_multiplier * self.privacy.max_grad_norm
+        with torch.no_grad():
+            for weight, total in zip(self.weights, self.sums):
+                weight -= 0.1 * (total + scale * torch.randn_like(total)) / self.size
+
+
 class Silent(DPLoop):
     def __init__(self, model, settings):
         super().__init__(model, settings)
@@ -32,12 +62,11 @@ class Silent(DPLoop):
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """The page's own class beside built-in trainers, and one that keeps its noise to itself."""
+    """A class that declares its noise beside built-in trainers, and one that keeps its noise to itself."""
     place = tmp_path_factory.mktemp("own")
-    (code,) = [text for text in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "class DPLoop" in text]
-    (place / "private.py").write_text(code + SILENT)
+    (place / "private.py").write_text(OWN)
     words = "--trainer standard,dpsgd,private:DPLoop,private:Silent --model tiny --batch-size 2,4 --seq-len 16"
-    words += " steps=2 warmup_steps=1 trace=false options.noise_multiplier=0.8"
+    words += " --steps 2 warmup_steps=1 trace=false options.noise_multiplier=0.8"
     words += " privacy.dataset_size=1000 privacy.epochs=2 privacy.accountant=rdp"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)

@@ -44,14 +44,12 @@ def run(line, *more):
 
 
 def _write_modules(place):
-    """The page's own model and batch, and its private trainer, in files beside the user."""
-    for name, words in (("pictures.py", "pictures.py"), ("private.py", "class DPLoop")):
-        (code,) = [text for text in blocks("python", PAGES[:1]) if words in text]
-        (place / name).write_text(code)
+    """The page's own model and batch, in a file beside the user."""
+    (code,) = [text for text in blocks("python", PAGES[:1]) if "pictures.py" in text]
+    (place / "pictures.py").write_text(code)
 
 
-# What looks at a running sweep is tested with one, in test_sweep_long_life.py.
-SWEEPS = [line for line in commands() if line.startswith("flopwatch sweep") and " attach " not in line]
+SWEEPS = [line for line in commands() if line.startswith("flopwatch sweep")]
 
 
 @pytest.mark.parametrize("line", SWEEPS)
@@ -69,7 +67,7 @@ def test_every_sweep_on_the_page_has_a_matrix(place, line):
 def test_the_matrices_on_the_page_can_be_read(place):
     matrix, processes = blocks("yaml", PAGES[:1])
     (place / "processes.yaml").write_text(processes)
-    assert {(spec.gpus, spec.processes) for spec in expand(read_matrix(place / "processes.yaml", {}))} == {(8.0, 8)}
+    assert {(spec.gpus, spec.processes) for spec in expand(read_matrix(place / "processes.yaml", {}))} == {(8, 8)}
     (place / "sweep.yaml").write_text(matrix)
     specs = expand(read_matrix(place / "sweep.yaml", {}))
     assert {spec.label for spec in specs} == {"StandardTrainer", "DPGhostClippingTrainer", "mine", "script"}
