@@ -55,12 +55,6 @@ def test_a_script_draws_the_same_numbers_under_flopwatch_run(tmp_path, plain, op
     assert list(tmp_path.glob("flopwatch-runs/*/training_log.jsonl"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["first", "setting"])
-def test_a_script_that_calls_watch_draws_the_same_numbers(tmp_path, plain, place):
-    assert printed(tmp_path, **{place: "import flopwatch; flopwatch.watch()"}) == plain
-
-
 def states():
     name, keys, *rest = np.random.get_state()
     return random.getstate(), (name, keys.tolist(), *rest), torch.get_rng_state().tolist()

@@ -109,12 +109,6 @@ def test_attention_of_the_file_counts_from_the_first_step_on(run_with):
 
 
 @pytest.mark.slow
-def test_sinks_of_the_command_line_replace_those_of_the_file(run_with):
-    records, _ = run_with("flopwatch: {sinks: [prometheus]}", "--sinks", "tensorboard")
-    assert records[0]["config"]["sinks"] == ["tensorboard"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import flopwatch
-from flopwatch.flops.tracing.fakes import Faker
 
 BATCH = torch.randn(4, 8)
 
@@ -108,10 +107,3 @@ def test_a_model_that_names_its_device_is_kept_off_it() -> None:
     count = flopwatch.count_flops(Pinned(), BATCH)
 
     assert (count.method, count.model_flops) == ("trace", 2 * 2 * 4 * 8 * 8)
-
-
-def test_what_a_model_makes_on_its_device_is_made_on_the_cpu() -> None:
-    made = Faker().execute(torch.ops.aten.arange.default, (3,), {"device": torch.device("meta")})
-
-    assert made.device.type == "cpu"
-    assert made.tolist() == [0, 1, 2]

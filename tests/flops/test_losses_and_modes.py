@@ -72,15 +72,6 @@ def test_several_losses_are_added_and_told(model: nn.Module, added: Callable[[An
     assert any(f"the sum of the model's outputs {names};" in note for note in count.notes)
 
 
-def test_a_loss_fn_decides_otherwise_and_nothing_is_told() -> None:
-    model = Pair()
-
-    count = flopwatch.count_flops(model, X, loss_fn=lambda out: out[0])
-
-    assert count.model_flops == true_flops(model, lambda out: out[0])
-    assert count.notes == ()
-
-
 def test_the_loss_may_come_after_the_logits() -> None:
     """As nanoGPT returns them."""
 

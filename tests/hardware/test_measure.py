@@ -3,7 +3,6 @@ import torch
 
 from flopwatch import InputError, MeasurementError, measure_peak
 from flopwatch.hardware.measure import matmul_flops, plain_matmuls, search_best_matmul
-from flopwatch.hardware.peaks import cache_path
 from flopwatch.testing import FakeClock
 from support.fakes import FakeMatmul
 
@@ -97,24 +96,10 @@ def test_refresh_measures_again_and_replaces_the_figure():
     assert measure_peak("cpu", "fp32", **fake()) == slower
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"x": 1}', "\x00"])
-def test_an_unreadable_cache_is_ignored_and_replaced(content):
-    cache_path().parent.mkdir(parents=True)
-    cache_path().write_text(content)
-    assert measure_peak("cpu", "fp32", **fake()).flops_per_s == pytest.approx(8e12)
-    assert "measured" in cache_path().read_text()
-
-
 def test_a_cache_that_cannot_be_written_does_not_fail_the_measurement(monkeypatch, tmp_path):
     (tmp_path / "a file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
     assert measure_peak("cpu", "fp32", **fake()).flops_per_s == pytest.approx(8e12)
-
-
-def test_the_cache_is_in_the_home_folder_by_default(monkeypatch, tmp_path):
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_path() == tmp_path / ".cache" / "flopwatch" / "peaks.json"
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -106,17 +106,6 @@ def test_amds_generic_name_needs_architecture_units_and_memory():
     assert isinstance(find_accelerator(without_memory), Unknown)
 
 
-def test_amds_generic_name_on_gfx950_means_nothing_because_mi350x_and_mi355x_cannot_be_told_apart():
-    facts = DeviceFacts("AMD Radeon Graphics", unit_count=256, memory_gib=288.0, gcn_arch="gfx950")
-    assert isinstance(find_accelerator(facts), Unknown)
-
-
-@pytest.mark.parametrize("record", load_accelerators(), ids=lambda record: record.id)
-def test_a_product_can_be_looked_up_by_the_name_and_the_id_the_table_gives_it(record):
-    assert find_accelerator(DeviceFacts(record.name)) is record
-    assert find_accelerator(DeviceFacts(record.id)) is record
-
-
 @pytest.mark.parametrize("record", load_accelerators(), ids=lambda record: record.id)
 def test_a_record_is_complete(record):
     variants = {"fp64_tensor", "fp64_matrix", "fp32_matrix", "fp32_packed"}

@@ -90,18 +90,3 @@ def test_a_function_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_what_cannot_be_loaded_is_refused_with_advice(spec: str, says: str) -> None:
     with pytest.raises(flopwatch.InputError, match=says):
         load_model(spec)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("{", "is not valid JSON"),
-        ("{}", "no 'model_type'"),
-        ('{"model_type": "no-such-model"}', "cannot build"),
-    ],
-)
-def test_a_bad_config_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
-    (tmp_path / "bad.json").write_text(text)
-
-    with pytest.raises(flopwatch.InputError, match=says):
-        load_model(str(tmp_path / "bad.json"))

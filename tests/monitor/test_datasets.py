@@ -64,19 +64,6 @@ def test_switched_off_it_does_nothing(tmp_path):
     assert logged(tmp_path, {"names": ["a"], "losses": torch.tensor([1.0])}, log_dataset_metrics=False) == {}
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ({"names": ["a"]}, "with the loss of each sample"),
-        ({"names": ["a"], "logits": torch.zeros(1, 2)}, "logits= and labels="),
-        ({"names": ["a", "b"], "losses": torch.zeros(3)}, "2 names for tensors of shape"),
-    ],
-)
-def test_what_does_not_fit_is_refused(tmp_path, call, message):
-    with pytest.raises(flopwatch.InputError, match=message):
-        logged(tmp_path, call)
-
-
 def test_no_value_is_read_while_samples_are_added(tmp_path):
     class Reads(TorchDispatchMode):
         reads = 0

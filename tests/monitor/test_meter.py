@@ -81,13 +81,6 @@ def test_the_untimed_first_step_is_in_no_rate_but_its_loss_counts():
     assert values["training/loss"] == 4.0
 
 
-def test_steps_without_flops_are_left_out_of_mfu_and_said():
-    uncounted = step(3, 50.0, tokens=1000)
-    values = window_values([*WINDOW, uncounted], peak_flops_per_s=16e12)
-    assert values["perf/mfu"] == 0.375
-    assert values["perf/counted_steps_percent"] == pytest.approx(200 / 3)
-
-
 def test_with_several_processes_the_global_rates_are_not_guessed():
     values = window_values(WINDOW, peak_flops_per_s=16e12, world_size=4)
     assert "perf/tokens_per_second" not in values
@@ -108,23 +101,6 @@ def test_with_several_processes_the_global_rates_are_not_guessed():
 )
 def test_leading_slow_steps_are_warm_up(seconds, count):
     assert find_warm_up(seconds) == count
-
-
-def test_the_ledger_survives_json():
-    ledger = Ledger()
-    ledger.add_steps(WINDOW)
-    ledger.add_phase("eval", 2.5)
-    ledger.add_phase("a phase of my own", 1.5)
-
-    again = Ledger.from_json(ledger.to_json())
-    again.add_steps([MeasuredStep(3, seconds=2.0, tokens=10)])
-
-    assert again.values()["total/steps"] == 3
-    assert again.values()["total/tokens"] == 4010
-    assert again.values()["total/model_flops"] == 12 * 10**12
-    assert again.values()["time/train_seconds"] == 4.0
-    assert again.values()["time/eval_seconds"] == 2.5
-    assert again.values()["time/pause_seconds"] == 1.5
 
 
 def counted_steps(*seconds):

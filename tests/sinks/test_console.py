@@ -146,12 +146,6 @@ def test_an_interrupted_run_leaves_a_visible_cursor_on_a_line_of_its_own():
     assert seen.endswith("\n")
 
 
-def test_warnings_are_yellow_and_errors_red():
-    seen = on_terminal(80, "sink.write(WARNING)\nsink.write(Notice(1, 'error', 'c', 'broken'))")
-    assert "\x1b[1;33mwarning" in seen
-    assert "\x1b[1;31merror" in seen
-
-
 @pytest.mark.parametrize(("waiting", "is_shown"), [(34.4, True), (9.9, False)])
 def test_a_long_wait_for_input_is_shown_in_the_line_and_at_the_end(waiting, is_shown):
     stream = io.StringIO()

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from flopwatch.records.run import Row, RunStart
 from flopwatch.sinks.prometheus import PrometheusSink
-from support.sinks.sample_run import START, basic_row, detailed_row
+from support.sinks.sample_run import START, detailed_row
 from support.sinks.servers import free_port
 
 
@@ -83,16 +83,6 @@ def test_without_a_port_the_next_free_one_is_taken_and_told():
             sink.close()
 
 
-def test_two_keys_of_the_user_never_share_a_name(sink):
-    sink.write(START)
-    sink.write(Row(1, 0.0, {"my/loss": 1.0}))
-    sink.write(Row(2, 0.0, {"my loss": 2.0, "global_step": 3.0}))
-    values, helps = exposed(sink)
-    assert (values["flopwatch_my_loss"], values["flopwatch_my_loss_2"]) == (1.0, 2.0)
-    assert helps["flopwatch_my_loss_2"].startswith("my loss: ")
-    assert (values["flopwatch_global_step"], values["flopwatch_global_step_2"]) == (2.0, 3.0)
-
-
 def test_closing_frees_the_port(sink):
     sink.write(START)
     sink.close()
@@ -106,15 +96,3 @@ def test_closing_frees_the_port(sink):
 def test_only_this_machine_is_served(sink):
     sink.write(START)
     assert sink._server.server_address[0] == "127.0.0.1"
-
-
-def test_nothing_of_the_training_s_own_registry_is_served(sink):
-    import prometheus_client
-
-    mine = prometheus_client.Counter("training_things", "Of the training.")
-    try:
-        sink.write(START)
-        sink.write(basic_row(10))
-        assert all(series.startswith("flopwatch_") for series in exposed(sink)[0])
-    finally:
-        prometheus_client.REGISTRY.unregister(mine)

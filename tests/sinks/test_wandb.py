@@ -81,23 +81,6 @@ mine.finish()
     assert read_config(file)["flopwatch"]["run"]["session"] == "5e55104"
 
 
-def test_a_run_of_our_own_leaves_a_later_init_of_the_training_alone(run_python, tmp_path):
-    run_python("""
-import wandb
-thread = write(records()[:-1])
-wait_for_first_row(thread)
-assert wandb.run is None
-mine = wandb.init(dir=folder / "mine", project="mine")
-assert (mine.project, wandb.run) == ("mine", mine)
-mine.log({"my own": 1})
-assert thread.close(60) and not failures, failures
-mine.log({"my own": 2})
-mine.finish()
-""")
-    assert len(read_history(find_file(tmp_path))) == 6
-    assert [row["my own"] for row in read_history(find_file(tmp_path / "mine"))] == [1, 2]
-
-
 def test_a_run_of_our_own_changes_no_signal_handler_and_captures_no_output(run_python, tmp_path):
     run_python("""
 import wandb  # its import alone wraps sys.stdout.write; what follows must add nothing
@@ -122,14 +105,6 @@ assert state() == before
 def test_the_training_keeps_its_exit_status_and_its_one_traceback(run_python, end, status):
     done = run_python(f"thread = write(records()[:-1])\nwait_for_first_row(thread)\n{end}", expect=status)
     assert done.stderr.count("ValueError: boom") == (1 if status == 1 else 0)
-
-
-def test_the_environment_says_where_and_whereto(run_python, tmp_path):
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    run_python("thread = write(records())" + CLOSE, WANDB_DIR=str(elsewhere), WANDB_PROJECT="from-environment")
-    assert not (tmp_path / "wandb").exists()
-    assert read_kind(find_file(elsewhere), "run")[-1].run.project == "from-environment"
 
 
 def test_wandb_switched_off_is_no_failure(run_python, tmp_path):

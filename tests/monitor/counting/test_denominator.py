@@ -111,25 +111,6 @@ def test_autocast_in_the_loop_decides_whatever_is_logged(way: str, tmp_path: Pat
     assert_divided_by(run(tmp_path, model, step, WAYS_TO_LOG[way]), "bf16")
 
 
-class CastsItself(nn.Module):
-    """Enters autocast in its own forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = a_model()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.layers(x)
-
-
-@pytest.mark.parametrize("way", WAYS_TO_LOG)
-def test_autocast_in_the_model_decides_whatever_is_logged(way: str, tmp_path: Path) -> None:
-    model = CastsItself()
-    records = run(tmp_path, model, lambda x, y: functional.cross_entropy(model(x).float(), y), WAYS_TO_LOG[way])
-    assert_divided_by(records, "bf16")
-
-
 def test_the_loss_may_be_computed_in_fp32(tmp_path: Path) -> None:
     model = a_model()
 
