@@ -36,6 +36,7 @@ LONGEST = (
     "benchmarks/ranks/test_teardowns.py",
     "tests/monitor/ranks/test_never_in_the_way.py",
     "tests/integrations/test_same_numbers.py",
+    "benchmarks/reliability/test_ray_outages.py",
     "tests/sweep/engines/test_ray_nodes.py",
     "tests/sweep/test_nfs.py",
     "tests/integrations/test_lightning.py",
