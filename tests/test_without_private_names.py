@@ -261,7 +261,7 @@ def call_user_compiler(monkeypatch):
 
     monkeypatch.delattr(OutputGraph, "call_user_compiler")
     monkeypatch.setattr(regions, "state", regions.Listening())
-    regions.install()
+    regions.install(regions)
     assert regions.state.missed == regions.UNSEEN
 
 
@@ -288,7 +288,7 @@ def aot_autograd(monkeypatch):
     monkeypatch.setattr(OutputGraph, "call_user_compiler", OutputGraph.call_user_compiler)
     monkeypatch.setattr(autograd, "_AOT", "_absent")
     monkeypatch.setattr(regions, "state", regions.Listening())
-    regions.install()
+    regions.install(regions)
     assert regions.state.missed == regions.UNSEEN
 
 

@@ -70,7 +70,7 @@ def seconds_per_call() -> tuple[float, float]:
     from flopwatch.monitor.counting.calls import RootCalls
 
     met: list[Any] = []
-    regions.install()
+    regions.install(regions)
     regions.listen(lambda region, args: met.append(region))
     tensor = torch.ones(4)
     torch.compile(lambda x: x + 1, backend="eager")(tensor)

@@ -405,7 +405,7 @@ class FirstStep:
             self._live.end()
             self._live = None
         if self._calls is not None:
-            self._calls.stop()
+            self._calls.close()
             self._warn_again()
         self._calls = None
 

@@ -157,21 +157,25 @@ def compile_seconds() -> float:
     return 0.0 if spent is None else float(spent()["total_wall_time"])
 
 
-def wrap_backend_calls(compile_with: Callable[[Any, Callable[[], Any]], Any]) -> bool:
-    """Let `compile_with` compile each graph from now on; return False if calls of compiled code could not be counted.
+def wrap_backend_calls(compile_with: Callable[[Any, Callable[[], Any]], Any]) -> Callable[[], None] | None:
+    """Let `compile_with` compile each graph from now on; it gets the graph and the function that compiles it.
 
-    It gets the graph and the function that compiles it.
+    Returns what puts torch's own method back; None if calls of compiled code could not be counted.
     """
     owner: Any = getattr(sys.modules.get("torch._dynamo.output_graph"), "OutputGraph", None)
     original = getattr(owner, _OUTPUT_GRAPH, None)
     if original is None or find_spec(f"torch._functorch.{_AOT}") is None:
-        return False
+        return None
 
     def call_user_compiler(self: Any, module: Any, *rest: Any) -> Any:  # torch 2.6 passes the graph alone
         return compile_with(module, lambda: original(self, module, *rest))
 
+    def put_back() -> None:
+        if owner.call_user_compiler is call_user_compiler:  # and nobody else has wrapped it since
+            owner.call_user_compiler = original
+
     owner.call_user_compiler = call_user_compiler
-    return True
+    return put_back
 
 
 _COMPILER = f"torch._dynamo.{_EVAL_FRAME}"

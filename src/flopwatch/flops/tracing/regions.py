@@ -8,7 +8,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -137,6 +137,9 @@ class Listening:
     Attributes:
         is_calling: Whether the listener is told of a call now.
         is_compiling: Whether a backend compiles a graph now; some run parts of it.
+        users: Who wants to be told of calls. When the last one leaves, torch's method is put back.
+        put_back: Puts it back; None while it is not replaced.
+        graphs: How many graphs had been compiled when it was put back.
         missed: Why calls of compiled code may have been missed; None if all are seen.
     """
 
@@ -144,6 +147,9 @@ class Listening:
     is_installed: bool = False
     is_calling: bool = False
     is_compiling: bool = False
+    users: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)
+    put_back: Callable[[], None] | None = None
+    graphs: int = 0
     missed: str | None = None
 
 
@@ -152,14 +158,27 @@ MISSED = "code was compiled before the monitor existed, and is not seen; make th
 UNSEEN = "with this release of torch, compiled code is not counted as it runs"
 
 
-def install() -> None:
+def install(user: object) -> None:
     """Listen to what is compiled from now on; once the process compiles, and before it has called compiled code."""
+    state.users.add(user)
     if state.is_installed or "torch._dynamo" not in sys.modules:
         return
     state.is_installed = True
-    state.missed = MISSED if compiled_graphs() else None
-    if not wrap_backend_calls(_compiled):
+    if compiled_graphs() != state.graphs:
+        state.missed = MISSED
+    state.put_back = wrap_backend_calls(_compiled)
+    if state.put_back is None:
         state.missed = UNSEEN
+
+
+def leave(user: object) -> None:
+    """Put torch's method back if nobody else listens. What was compiled until now still tells who listens later."""
+    state.users.discard(user)
+    if state.users or not state.is_installed:
+        return
+    if state.put_back is not None:
+        state.put_back()
+    state.is_installed, state.put_back, state.graphs = False, None, compiled_graphs()
 
 
 def listen(listener: Listener | None) -> Listener | None:

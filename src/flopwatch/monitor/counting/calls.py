@@ -76,7 +76,7 @@ class RootCalls:
 
     def start(self) -> None:
         self._thread = threading.get_ident()
-        regions.install()
+        regions.install(self)
         regions.listen(self._note_region)
         self._is_on = True
         if self.inside is not None:  # Ctrl-C has ended a call, and torch has not called its hook
@@ -98,6 +98,11 @@ class RootCalls:
             self._place.table.pop(self._place.key, None)
         self._is_on = False
         regions.listen(None)
+
+    def close(self) -> None:
+        """Stop for good."""
+        self.stop()
+        regions.leave(self)
 
     def remove_global_hook(self) -> None:
         """Remove the hook for all modules, because it would be compiled into the code of a process that compiles."""

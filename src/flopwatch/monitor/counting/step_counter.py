@@ -153,7 +153,7 @@ class StepCounter:
     def close(self) -> None:
         if self._step is not None:
             self._step.end_count()
-        self._calls.stop()
+        self._calls.close()
         if self._trained is not None:
             self._trained.stop()
 
@@ -291,6 +291,7 @@ class StepCounter:
         step = self._step = OpenStep()
         step.is_late = step.began_without_model = True
         step.live, step.nodes_before = live, nodes
+        regions.leave(self._calls)
         self._calls, calls.listener = calls, self
 
     # --- A step runs --------------------------------------------------------------------------------------------------
