@@ -274,3 +274,13 @@ def test_the_ways_through_the_house_name_files_that_exist_and_are_short() -> Non
         files = re.findall(r"^\| \d+ \| `([\w/]+\.py)`", table, re.MULTILINE)
         assert 5 < len(files) <= most
         assert [file for file in files if not (ROOT / "src/flopwatch" / file).is_file()] == []
+
+
+@pytest.mark.parametrize("page", ["docs/index.md", "docs/zh/index.md"])
+def test_the_index_names_the_commands_that_read_a_run(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert [
+        name
+        for name in ("why", "watch", "explain", "compare", "trace")
+        if f"`{name}`" not in text.replace("flopwatch ", "")
+    ] == []

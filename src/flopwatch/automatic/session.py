@@ -35,9 +35,9 @@ def watch(output_dir: str | Path | None = None, *, quiet: bool = False, **monito
     """Monitor every training of this process from now on, without further changes of its code.
 
     Call it at the top of a script or in the first cell of a notebook. A step ends when the optimizer has stepped, which
-    also shows which model is trained. With several optimizers, and with `torch.compile`, the first step is not
-    measured. Trainings with the Hugging Face `Trainer` and Lightning are measured by the
-    callbacks of flopwatch. A script that uses `TrainingMonitor` itself is left to that monitor.
+    also shows which model is trained. With several optimizers, the first step is not measured. Trainings with the
+    Hugging Face `Trainer` and Lightning are measured by the callbacks of flopwatch. A script that uses
+    `TrainingMonitor` itself is left to that monitor.
 
     Args:
         output_dir: The run's folder; by default a new folder in `flopwatch-runs`.
