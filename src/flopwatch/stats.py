@@ -19,13 +19,15 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
+from flopwatch.language import Said
+
 MOST_BLOCKS = 10
 FEWEST_BLOCKS = 5
 FEWEST_STEPS_PER_BLOCK = 5
 FEWEST_STEPS = FEWEST_BLOCKS * FEWEST_STEPS_PER_BLOCK
 
-NO_DIFFERENCE = "no measurable difference"
-TOO_FEW = "too few steps"
+NO_DIFFERENCE = Said("no measurable difference")
+TOO_FEW = Said("too few steps")
 
 T = TypeVar("T")
 

@@ -7,10 +7,11 @@ from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 from flopwatch.decode import Stored
+from flopwatch.language import Said, Templates, in_words, sentences
 from flopwatch.numbers import duration, number, percent, step_time
 from flopwatch.records.metrics import goodput_of
 from flopwatch.records.run import Number
-from flopwatch.runs.explain import what_ran
+from flopwatch.runs.explain import WHAT_RAN, what_ran
 from flopwatch.runs.per_step import OF_PASSES, PASSES, PerStep, RunTime, compare_per_step
 from flopwatch.runs.reading import RunLog, SteadyStep, steady_steps
 from flopwatch.runs.traces import TraceSplit
@@ -25,9 +26,9 @@ from flopwatch.runs.waterfall import (
 )
 from flopwatch.stats import NO_DIFFERENCE, TOO_FEW, cut, differ, interval, median, percentile, resampled
 
-_ALL = "every number"
-_FLOPS = "MFU and HFU"
-_SPEED = "speed"
+_ALL = Said("every number")
+_FLOPS = Said("MFU and HFU")
+_SPEED = Said("speed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,10 @@ def find_differences(a: RunLog, b: RunLog) -> tuple[RunDifference, ...]:
     found = [RunDifference(what, in_a, in_b, touches) for (what, in_a, touches), (_, in_b, _) in pairs if in_a != in_b]
     in_a, in_b = _arguments(a), _arguments(b)
     names = [name for name in in_a | in_b if in_a.get(name) != in_b.get(name)]
-    return (*found, *(RunDifference(f"argument {name}", in_a.get(name), in_b.get(name), "") for name in names))
+    return (
+        *found,
+        *(RunDifference(Said("argument {name}", name=name), in_a.get(name), in_b.get(name), "") for name in names),
+    )
 
 
 def _arguments(log: RunLog) -> dict[str, str]:
@@ -72,6 +76,15 @@ def _arguments(log: RunLog) -> dict[str, str]:
     return {name: " ".join(values) or "given" for name, values in found.items()}
 
 
+_WORDS: Templates = {
+    "attention": "attention",
+    "mode": "mode",
+    "method": "method",
+    "host": "host",
+    "threads": "threads",
+}
+
+
 def _facts(log: RunLog) -> list[tuple[str, Any, str]]:
     start = log.starts[-1] if log.starts else None
     # The first provenance record may be incomplete, because it is written at the start of the run.
@@ -81,18 +94,21 @@ def _facts(log: RunLog) -> list[tuple[str, Any, str]]:
     known = [row.exact for row in log.rows if row.exact is not None]
     ran = dict(what_ran(start))
     return [
-        ("device", peak.get("device") or environment.get("device"), _ALL),
-        ("world size", getattr(start, "world_size", None), _ALL),
-        ("devices per process", getattr(provenance, "device_count", None), _ALL),
-        ("dtype", peak.get("dtype") or (start.config.get("dtype") if start else None), _ALL),
-        ("peak FLOP/s", peak.get("flops_per_s"), _FLOPS),
-        ("peak is", peak.get("kind"), _FLOPS),
-        *((name, getattr(provenance, name, None), _FLOPS) for name in ("attention", "mode", "method")),
-        ("exact", known[-1] if known else None, _FLOPS),
-        ("coverage", getattr(provenance, "coverage", None), _FLOPS),
-        *((name, environment.get(name), _SPEED) for name in ("host", "threads", "torch")),
+        (Said("device"), peak.get("device") or environment.get("device"), _ALL),
+        (Said("world size"), getattr(start, "world_size", None), _ALL),
+        (Said("devices per process"), getattr(provenance, "device_count", None), _ALL),
+        (Said("dtype"), peak.get("dtype") or (start.config.get("dtype") if start else None), _ALL),
+        (Said("peak FLOP/s"), peak.get("flops_per_s"), _FLOPS),
+        (Said("peak is"), peak.get("kind"), _FLOPS),
+        *(
+            (in_words(_WORDS, name), getattr(provenance, name, None), _FLOPS)
+            for name in ("attention", "mode", "method")
+        ),
+        (Said("exact"), known[-1] if known else None, _FLOPS),
+        (Said("coverage"), getattr(provenance, "coverage", None), _FLOPS),
+        *((in_words(_WORDS, name), environment.get(name), _SPEED) for name in ("host", "threads", "torch")),
         ("flopwatch", environment.get("flopwatch"), _FLOPS),
-        *((name, ran.get(name), _ALL) for name in ("script", "git commit")),
+        *((in_words(WHAT_RAN, name), ran.get(name), _ALL) for name in ("script", "git commit")),
     ]
 
 
@@ -152,30 +168,34 @@ def _p90(ordered: Sequence[float]) -> float:
     return percentile(ordered, 0.9)
 
 
-_TIME = ("slower", "faster")
-_RATE = ("faster", "slower")
-_SHARE = ("higher", "lower")
-_STEADINESS = ("less steady", "steadier")
+_TIME = (Said("slower"), Said("faster"))
+_RATE = (Said("faster"), Said("slower"))
+_SHARE = (Said("higher"), Said("lower"))
+_STEADINESS = (Said("less steady"), Said("steadier"))
 
 _QUOTIENTS: tuple[tuple[str, str, Unit, tuple[str, str] | None, Part], ...] = (
-    ("steps_per_second", "steps/s", "steps/s", _RATE, lambda step: (1, step.seconds)),
-    ("tokens_per_second", "tokens/s", "tokens/s", _RATE, lambda step: (step.tokens, step.seconds)),
-    ("real_tokens_per_second", "real tokens/s", "tokens/s", _RATE, lambda step: (step.real_tokens, step.seconds)),
-    ("samples_per_second", "samples/s", "samples/s", _RATE, lambda step: (step.samples, step.seconds)),
+    ("steps_per_second", Said("steps/s"), "steps/s", _RATE, lambda step: (1, step.seconds)),
+    ("tokens_per_second", Said("tokens/s"), "tokens/s", _RATE, lambda step: (step.tokens, step.seconds)),
+    ("real_tokens_per_second", Said("real tokens/s"), "tokens/s", _RATE, lambda step: (step.real_tokens, step.seconds)),
+    ("samples_per_second", Said("samples/s"), "samples/s", _RATE, lambda step: (step.samples, step.seconds)),
     ("mfu_percent", "MFU", "% of peak", _SHARE, lambda step: (step.model_flops, _capacity(step))),
     ("hfu_percent", "HFU", "% of peak", _SHARE, lambda step: (step.hardware_flops, _capacity(step))),
-    ("input_wait_percent", "input wait", "%", _SHARE, lambda step: (step.input_wait_seconds, step.seconds)),
-    ("padding_percent", "padding", "%", _SHARE, lambda step: (_padding(step), step.tokens)),
-    ("samples_per_step", "samples per step", "per step", None, lambda step: (step.samples, 1)),
-    ("tokens_per_step", "tokens per step", "per step", None, lambda step: (step.tokens, 1)),
-    ("model_flops_per_step", "model FLOPs per step", "FLOP", None, lambda step: (step.model_flops, 1)),
+    ("input_wait_percent", Said("input wait"), "%", _SHARE, lambda step: (step.input_wait_seconds, step.seconds)),
+    ("padding_percent", Said("padding"), "%", _SHARE, lambda step: (_padding(step), step.tokens)),
+    ("samples_per_step", Said("samples per step"), "per step", None, lambda step: (step.samples, 1)),
+    ("tokens_per_step", Said("tokens per step"), "per step", None, lambda step: (step.tokens, 1)),
+    ("model_flops_per_step", Said("model FLOPs per step"), "FLOP", None, lambda step: (step.model_flops, 1)),
 )
 
 MEASURES = (
-    Measure("step_time_median", "step time, median", "s", _TIME, median),
-    Measure("step_time_p90", "step time, p90", "s", _TIME, _p90),
+    Measure("step_time_median", Said("step time, median"), "s", _TIME, median),
+    Measure("step_time_p90", Said("step time, p90"), "s", _TIME, _p90),
     Measure(
-        "step_time_p90_over_median", "p90 over median", "x", _STEADINESS, lambda times: _p90(times) / median(times)
+        "step_time_p90_over_median",
+        Said("p90 over median"),
+        "x",
+        _STEADINESS,
+        lambda times: _p90(times) / median(times),
     ),
     *(Measure(key, label, unit, words, part=part) for key, label, unit, words, part in _QUOTIENTS),
 )
@@ -189,15 +209,15 @@ Real tokens come first because padding is not useful work, and steps come last b
 
 # Totals get no verdict such as "faster", because a longer run is not a slower run.
 TOTALS: tuple[tuple[str, str, Literal["%", "steps", "tokens", "FLOP", "duration", "J"]], ...] = (
-    ("perf/goodput_percent", "goodput", "%"),
-    ("total/steps", "steps in all", "steps"),
-    ("total/tokens", "tokens in all", "tokens"),
-    ("total/model_flops", "model FLOPs in all", "FLOP"),
-    ("time/train_seconds", "time in steps", "duration"),
-    ("total/energy_joules", "energy in all", "J"),
-    ("perf/joules_per_step", "energy per step", "J"),
-    ("perf/joules_per_token", "energy per token", "J"),
-    ("perf/joules_per_sample", "energy per sample", "J"),
+    ("perf/goodput_percent", Said("goodput"), "%"),
+    ("total/steps", Said("steps in all"), "steps"),
+    ("total/tokens", Said("tokens in all"), "tokens"),
+    ("total/model_flops", Said("model FLOPs in all"), "FLOP"),
+    ("time/train_seconds", Said("time in steps"), "duration"),
+    ("total/energy_joules", Said("energy in all"), "J"),
+    ("perf/joules_per_step", Said("energy per step"), "J"),
+    ("perf/joules_per_token", Said("energy per token"), "J"),
+    ("perf/joules_per_sample", Said("energy per sample"), "J"),
 )
 
 
@@ -322,8 +342,8 @@ def compare(
         per_step=compare_per_step(times_a, times_b, points) if times_a is not None and times_b is not None else None,
     )
     once = _once(times_a, times_b) if times_a is not None and times_b is not None else ""
-    sentences = (_speed_sentence(found), _mfu_sentence(found.line("mfu_percent")), once)
-    return replace(found, headline=" ".join(filter(None, sentences)))
+    headline = sentences([_speed_sentence(found), _mfu_sentence(found.line("mfu_percent")), once])
+    return replace(found, headline=headline)
 
 
 _SAME_WORK_PERCENT = 1.0
@@ -339,24 +359,35 @@ def _speed_sentence(comparison: Comparison) -> str:
     line = speed_line(comparison) if has_other_work(comparison) else comparison.line("step_time_median")
     if line is None or line.a is None or line.b is None or line.change is None:
         return ""
-    if line.unit == "s":
-        a, b, what = step_time(line.a), step_time(line.b), "a step takes"
-    else:
-        a, b, what = number(line.a), number(line.b), f"{line.label} are"
+    in_s = line.unit == "s"
+    values = {"a": step_time(line.a) if in_s else number(line.a), "b": step_time(line.b) if in_s else number(line.b)}
     if line.verdict in (TOO_FEW, NO_DIFFERENCE):
-        known = "Too few steps to tell speeds apart" if line.verdict == TOO_FEW else "No measurable difference in speed"
-        return f"{known}: {what} {a} in A and {b} in B."
-    changed = f"{percent(abs(line.change) / 100)} {'more' if line.change > 0 else 'less'}"
-    if line.unit == "s":
-        return f"Steps take {changed} time in B: {b} instead of {a}."
-    return f"B does {changed} {line.label}: {b} instead of {a}."
+        known = Said("No measurable difference in speed")
+        if line.verdict == TOO_FEW:
+            known = Said("Too few steps to tell speeds apart")
+        what = Said("{known}: a step takes {a} in A and {b} in B.")
+        if not in_s:
+            what = Said("{known}: {measure} are {a} in A and {b} in B.")
+        return what.filled(known=known, measure=line.label, **values)
+    changed = Said("Steps take {change} time in B: {b} instead of {a}.")
+    if not in_s:
+        changed = Said("B does {change} {measure}: {b} instead of {a}.")
+    return changed.filled(
+        change=_more_or_less(percent(abs(line.change) / 100), line.change), measure=line.label, **values
+    )
+
+
+def _more_or_less(amount: str, change: float) -> Said:
+    return Said("{amount} more", amount=amount) if change > 0 else Said("{amount} less", amount=amount)
 
 
 def _mfu_sentence(line: Line) -> str:
     if line.a is None or line.b is None or line.verdict not in _SHARE:
         return ""
-    verb = "rises" if line.verdict == _SHARE[0] else "falls"
-    return f"MFU of the steps {verb} from {percent(line.a / 100, decimals=2)} to {percent(line.b / 100, decimals=2)}."
+    said = Said("MFU of the steps falls from {a} to {b}.")
+    if line.verdict == _SHARE[0]:
+        said = Said("MFU of the steps rises from {a} to {b}.")
+    return said.filled(a=percent(line.a / 100, decimals=2), b=percent(line.b / 100, decimals=2))
 
 
 _LEAST_ONCE_SECONDS, _LEAST_ONCE_SHARE = 1.0, 0.02
@@ -368,8 +399,8 @@ def _once(a: RunTime, b: RunTime) -> str:
     wall = min(sum(a.seconds.values()), sum(b.seconds.values()))
     if abs(more) < max(_LEAST_ONCE_SECONDS, _LEAST_ONCE_SHARE * wall):
         return ""
-    changed = f"{duration(abs(more))} {'more' if more > 0 else 'less'}"
-    return f"What a run does once (start-up, compilation, counting FLOPs) takes {changed} in B."
+    once = Said("What a run does once (start-up, compilation, counting FLOPs) takes {change} in B.")
+    return once.filled(change=_more_or_less(duration(abs(more)), more))
 
 
 def run_time(log: RunLog, traces: Sequence[TraceSplit] = ()) -> RunTime | None:

@@ -8,6 +8,7 @@ import click
 from flopwatch.cli import argument, flag, print_json, say, write_file
 from flopwatch.cli.run_logs import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use, show
 from flopwatch.errors import InputError
+from flopwatch.language import Said
 from flopwatch.present.json_form import strict_json
 from flopwatch.present.markdown import to_markdown
 from flopwatch.records.sweep_results import is_sweep_folder
@@ -123,5 +124,7 @@ def _gate(comparison: Comparison, percent: float) -> tuple[str, bool]:
             f"{comparison.a.compared} and B has {comparison.b.compared}; run both for more steps"
         )
     is_slower = line.verdict == "slower" and line.change < -percent
-    said = f"{line.label} {line.change:+.1f} % ({line.verdict}), and {percent:g} % slower is allowed"
-    return f"{'failed' if is_slower else 'passed'}: {said}", is_slower
+    said = Said("failed: {measure} {change:+.1f} % ({verdict}), and {percent:g} % slower is allowed")
+    if not is_slower:
+        said = Said("passed: {measure} {change:+.1f} % ({verdict}), and {percent:g} % slower is allowed")
+    return said.filled(measure=line.label, change=line.change, verdict=line.verdict, percent=percent), is_slower

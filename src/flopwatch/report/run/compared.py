@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from flopwatch.language import Said, commas, sentences
 from flopwatch.numbers import UNKNOWN, count, duration, energy, flops, number, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.runs.comparison import Comparison, RunSteps, has_other_work
@@ -13,7 +14,7 @@ from flopwatch.runs.reading import earlier_run_note
 from flopwatch.runs.waterfall import WaterfallChange
 from flopwatch.stats import NO_DIFFERENCE, TOO_FEW
 
-_SHORT = {NO_DIFFERENCE: "no clear difference", TOO_FEW: TOO_FEW}  # for a terminal of 80 columns
+_SHORT: dict[str, str] = {NO_DIFFERENCE: Said("no clear difference"), TOO_FEW: TOO_FEW}  # for a terminal of 80 columns
 _TONES: dict[str, doc.Tone] = {
     **dict.fromkeys(("faster", "steadier"), "better"),
     **dict.fromkeys(("slower", "less steady"), "worse"),
@@ -34,13 +35,14 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "J": energy,
 }
 _FOUR_DIGITS = partial(number, digits=4)
-_POINTS = (
+_POINTS = Said(
     "Points are shares of the peak, as in `flopwatch why`: recomputation and padding count there at the peak, and in "
     "milliseconds at the speed of the passes."
 )
-_DIFFERS = "The runs differ in these settings, so a difference in speed may have several causes:"
-_DIFFERS_NOT = "Nothing differs in device, peak, dtype, attention, mode, method, world size or versions."
+_DIFFERS = Said("The runs differ in these settings, so a difference in speed may have several causes:")
+_DIFFERS_NOT = Said("Nothing differs in device, peak, dtype, attention, mode, method, world size or versions.")
 _SAME_SIZE_PERCENT = 1.0
+_RUNS = (doc.Head("A", is_number=True), doc.Head("B", is_number=True))
 _LEAST_MS = 0.05
 """A part that is shorter in both runs would be printed as 0.0 ms."""
 
@@ -48,21 +50,23 @@ _LEAST_MS = 0.05
 def runs_compared(comparison: Comparison) -> doc.Document:
     runs = [pair for name, run in (("A", comparison.a), ("B", comparison.b)) for pair in _run(name, run)]
     differing = [
-        (one.what, _fact(one.a), _fact(one.b), f"affects {one.touches}" if one.touches else "")
+        (one.what, _fact(one.a), _fact(one.b), Said("affects {what}", what=one.touches) if one.touches else "")
         for one in comparison.differences
     ]
     settings: list[doc.Part] = [doc.Text(_DIFFERS, "warn"), doc.Grid(("", "A", "B", ""), differing)]
     parts: list[doc.Part] = [doc.Text(comparison.headline, "strong")] if comparison.headline else []
     parts += [doc.Facts(runs), *_other_work(comparison)]
     parts.append(doc.Section("", settings if differing else [doc.Text(_DIFFERS_NOT)]))
-    interval = doc.Head("99 % interval", is_number=True, is_extra=True)
-    columns: list[doc.Head | str] = ["", *doc.numbers("A", "B", "change"), interval, ""]
+    interval = doc.Head(Said("99 % interval"), is_number=True, is_extra=True)
+    columns: list[doc.Head | str] = ["", *_RUNS, *doc.numbers("change"), interval, ""]
     rows: list[Sequence[doc.Cell | str]] = [
         (
             line.label,
             *(UNKNOWN if value is None else _FORMATS.get(line.unit, _FOUR_DIGITS)(value) for value in (line.a, line.b)),
             UNKNOWN if line.change is None else f"{_signed(line.change)} {'pt' if line.unit == '%' else '%'}",
-            "" if line.low is None or line.high is None else f"{_signed(line.low)} to {_signed(line.high)}",
+            ""
+            if line.low is None or line.high is None
+            else Said("{low} to {high}", low=_signed(line.low), high=_signed(line.high)),
             doc.Cell(_SHORT.get(line.verdict or "", line.verdict or ""), _TONES.get(line.verdict or "", "")),
         )
         for line in comparison.lines
@@ -71,13 +75,17 @@ def runs_compared(comparison: Comparison) -> doc.Document:
     if comparison.per_step is not None:
         parts += _per_step(comparison.per_step, comparison.waterfall)
     parts += [doc.Text(remark, "soft") for remark in _remarks(comparison)]
-    return doc.Document("Two runs", parts)
+    return doc.Document(Said("Two runs"), parts)
 
 
 def _run(name: str, run: RunSteps) -> Iterator[tuple[str, str]]:
-    left_out = f", {run.left_out:,} left out (warm-up, or no time)" if run.left_out else ""
+    steps = [
+        Said("{steps:,} steps compared", steps=run.compared),
+        Said("{steps:,} left out (warm-up, or no time)", steps=run.left_out) if run.left_out else "",
+        "" if run.has_ended else Said("the run has not ended"),
+    ]
     yield name, run.log
-    yield "", f"{run.compared:,} steps compared{left_out}{'' if run.has_ended else ', the run has not ended'}"
+    yield "", commas(steps)
     if note := earlier_run_note(run.earlier_step):
         yield "", note
 
@@ -88,18 +96,19 @@ def _other_work(comparison: Comparison) -> Iterator[doc.Part]:
     if line.a is None or line.b is None or line.change is None or not has_other_work(comparison):
         return
     has_same_tokens = tokens.change is not None and abs(tokens.change - line.change) <= _SAME_SIZE_PERCENT
-    what = (
-        "MFU and rates, not step times" if has_same_tokens else "MFU; step times and rates are those of different work"
-    )
-    said = f"These runs do not do the same work: a step has {flops(line.a)} in A and {flops(line.b)} in B"
-    yield doc.Section("", [doc.Text(f"{said} ({_signed(line.change)} %). Compare {what}.", "warn")])
+    said = Said("These runs do not do the same work: a step has {a} in A and {b} in B ({change} %).")
+    what = Said("Compare MFU; step times and rates are those of different work.")
+    if has_same_tokens:
+        what = Said("Compare MFU and rates, not step times.")
+    work = said.filled(a=flops(line.a), b=flops(line.b), change=_signed(line.change))
+    yield doc.Section("", [doc.Text(sentences([work, what]), "warn")])
 
 
 def _fact(value: Any) -> str:
     if value is None:
         return UNKNOWN
     if isinstance(value, bool):
-        return "yes" if value else "no"
+        return Said("yes") if value else Said("no")
     text = f"{value:,.6g}" if isinstance(value, float) else str(value)
     return textwrap.shorten(text, _LONGEST_FACT, placeholder=" ...") if len(text) > _LONGEST_FACT else text
 
@@ -112,12 +121,12 @@ def _per_step(per_step: PerStep, mfu: WaterfallChange | None) -> Iterator[doc.Pa
             tone: doc.Tone = "" if not is_told else "better" if part.change_ms < 0 else "worse"
             rows.append(_part(part.name, part.a_ms, part.b_ms, part.a_points, part.b_points, tone))
     together = (None, None) if mfu is None else (mfu.mfu_a, mfu.mfu_b)
-    name = "together" if mfu is None else "together, and MFU"
+    name = Said("together") if mfu is None else Said("together, and MFU")
     rows.append(
         [doc.as_cell(cell)._replace(tone="best") for cell in _part(name, per_step.a_ms, per_step.b_ms, *together)]
     )
-    heads = ("A", "B", "change", *(() if mfu is None else ("points A", "points B")))
-    columns: list[doc.Head | str] = ["ms per step, whole run", *doc.numbers(*heads)]
+    columns: list[doc.Head | str] = [Said("ms per step, whole run"), *_RUNS, *doc.numbers("change")]
+    columns += [] if mfu is None else doc.numbers("points A", "points B")
     yield doc.Text(per_step.sentence)
     yield doc.Section("", [doc.Grid(columns, [row[: len(columns)] for row in rows], most=_ALL_ROWS)])
 
@@ -141,26 +150,26 @@ def _signed(change: float) -> str:
 
 def _remarks(comparison: Comparison) -> Iterator[str]:
     if max(comparison.a.world_size, comparison.b.world_size) > 1:
-        yield "With several ranks, rates and shares are those of the rank that writes the log."
+        yield Said("With several ranks, rates and shares are those of the rank that writes the log.")
     wait, goodput = comparison.line("input_wait_percent"), comparison.line("perf/goodput_percent")
     if None not in (goodput.a, goodput.b) and goodput.change is None:
-        yield (
-            "Goodput leaves out the time between the passes, where a slow loader may wait, so it is not compared here; "
-            "the table of milliseconds per step has this time."
+        yield Said(
+            "Goodput leaves out the time between the passes, where a slow loader may wait, so it is not compared "
+            "here; the table of milliseconds per step has this time."
         )
     elif None in (wait.a, wait.b) and (goodput.a, goodput.b) != (None, None):
-        yield "The input wait (–) is unknown, and counts as productive in goodput."
+        yield Said("The input wait (–) is unknown, and counts as productive in goodput.")
     if comparison.waterfall is not None:
         if any(entry.what == "peak FLOP/s" for entry in comparison.differences):
-            yield "The runs have different peaks: below a higher peak, the same steps lose more points."
-        yield f"{comparison.waterfall.sentence} {_POINTS}"
+            yield Said("The runs have different peaks: below a higher peak, the same steps lose more points.")
+        yield sentences([comparison.waterfall.sentence, _POINTS])
     if comparison.per_step is not None:
         yield from comparison.per_step.notes
     per_step = comparison.line("tokens_per_step")
     knows_flops = comparison.line("model_flops_per_step").change is not None  # and has said so before all figures
     if per_step.change is not None and abs(per_step.change) > _SAME_SIZE_PERCENT and not knows_flops:
-        yield "The steps of the two runs differ in size: compare rates and MFU, not step times."
-    yield (
+        yield Said("The steps of the two runs differ in size: compare rates and MFU, not step times.")
+    yield Said(
         "The verdicts compare the difference with the spread of step times within each run, in blocks of consecutive "
         "steps; about one verdict in twenty is wrong by chance. They do not cover slow drift or differences between "
         "runs, such as another node, other clock rates or other jobs on the machine: repeat both runs before you rely "
