@@ -39,7 +39,7 @@ def _messages(node: ast.AST) -> Iterator[str | tuple[str, ...]]:
             texts = [template]
         case ast.Call(func=ast.Name(id="Use"), args=[_key, *rest], keywords=named):
             texts = [*rest, *(each.value for each in named if each.arg != "of_trace")]
-        case ast.Call(func=ast.Attribute(attr="numbers") | ast.Name(id="numbers"), args=heads):
+        case ast.Call(func=ast.Attribute(attr="numbers") | ast.Name(id="numbers" | "_number"), args=heads):
             texts = heads
         case ast.AnnAssign(annotation=ast.Name(id="Templates"), value=ast.Dict(values=values)):
             texts = values

@@ -7,6 +7,8 @@ stored. They are printed with rich as `Text`, never as markup, because they may 
 import re
 from collections.abc import Iterator, Sequence
 
+from flopwatch.language import Said
+
 _ESCAPE_SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 # Characters that are escaped: C0 and C1 control codes except tab and newline, direction marks (they reorder the text
 # around them), line separators, zero-width characters except the joiners that emoji need, and surrogates.
@@ -69,8 +71,9 @@ def listed(names: Sequence[str], at_most: int = 5) -> str:
     >>> listed(["a", "b", "c"], 2), listed(["a", "b"])
     ('a, b and 1 more', 'a, b')
     """
-    more = f" and {len(names) - at_most:,} more" if len(names) > at_most else ""
-    return ", ".join(names[:at_most]) + more
+    first = ", ".join(names[:at_most])
+    more = len(names) - at_most
+    return Said("{names} and {more:,} more", names=first, more=more) if more > 0 else first
 
 
 def cells(text: str) -> int:

@@ -9,6 +9,7 @@ from decimal import ROUND_CEILING, Context
 from statistics import geometric_mean
 from typing import Any, Literal, NamedTuple
 
+from flopwatch.language import Said, commas
 from flopwatch.numbers import UNKNOWN, byte_size, number, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.records.settings import REPORTED, SETTINGS
@@ -110,11 +111,11 @@ def group_title(settings: Mapping[str, Any], varying: Iterable[str]) -> str:
     """
     parts = [str(settings[name]) for name in ("model", "dtype", "device") if settings.get(name) not in ("", "auto")]
     if settings["checkpointing"]:
-        parts.append("checkpointing")
+        parts.append(Said("checkpointing"))
     elif "checkpointing" in varying:
-        parts.append("no checkpointing")
+        parts.append(Said("no checkpointing"))
     parts += [f"{name} {value}" for name, value in settings.items() if name in varying and name not in _IN_TITLES]
-    return ", ".join(parts) or "shell command"
+    return commas(parts) or Said("shell command")
 
 
 _BESIDE = {name: each.heading or name for name, each in REPORTED.items() if each.compared in ("beside", "named")}
@@ -210,12 +211,12 @@ def _why_no_epsilon(result: TrialResult) -> str:
     if spent:
         why = spent.note
     elif result.spec.privacy:
-        why = measured.not_measured.get("privacy", "it was not computed")
+        why = measured.not_measured.get("privacy", Said("it was not computed"))
     elif declared and declared.noise_multiplier == 0:
-        why = "epsilon is infinite, because the noise multiplier is 0"
+        why = Said("epsilon is infinite, because the noise multiplier is 0")
     else:
         return declared.why_unknown() if declared else ""
-    return why if why.startswith("epsilon is ") else f"epsilon is unknown: {why}"
+    return why if why.startswith("epsilon is ") else Said("epsilon is unknown: {why}", why=why)
 
 
 def make_row(cell: TrialCell, spec: TrialSpec, group: int, result: TrialResult | None) -> TrialRow:
@@ -225,7 +226,7 @@ def make_row(cell: TrialCell, spec: TrialSpec, group: int, result: TrialResult |
         model=spec.model if takes_setting(spec, "model") else "",
         dtype=spec.dtype if takes_setting(spec, "dtype") else "",
         checkpointing=spec.checkpointing,
-        reason=result.reason if result else "planned, but has no result yet",
+        reason=result.reason if result else Said("planned, but has no result yet"),
         total_seconds=positive(result.seconds) if result else None,
         command=result.command if result else "",
         trace=result.measured.trace if result else None,
@@ -319,10 +320,16 @@ def _flops_share(cell: TrialCell, value: float | None) -> str:
 METRICS: Mapping[str, ShownMetric] = {
     metric.key: metric
     for metric in (
-        ShownMetric("memory", "Peak memory", lambda c: c.peak_bytes, lambda c: byte_size(c.peak_bytes), min, "memory"),
-        ShownMetric("time", "Median step time", lambda c: c.seconds, _time_text, min),
-        ShownMetric("tokens", "Tokens per second", lambda c: c.tokens_per_s, lambda c: number(c.tokens_per_s), max),
-        ShownMetric("samples", "Samples per second", lambda c: c.samples_per_s, lambda c: number(c.samples_per_s), max),
+        ShownMetric(
+            "memory", Said("Peak memory"), lambda c: c.peak_bytes, lambda c: byte_size(c.peak_bytes), min, "memory"
+        ),
+        ShownMetric("time", Said("Median step time"), lambda c: c.seconds, _time_text, min),
+        ShownMetric(
+            "tokens", Said("Tokens per second"), lambda c: c.tokens_per_s, lambda c: number(c.tokens_per_s), max
+        ),
+        ShownMetric(
+            "samples", Said("Samples per second"), lambda c: c.samples_per_s, lambda c: number(c.samples_per_s), max
+        ),
         ShownMetric("mfu", "MFU", lambda c: c.mfu, lambda c: _flops_share(c, c.mfu), max),
         ShownMetric("hfu", "HFU", lambda c: c.hfu, lambda c: _flops_share(c, c.hfu), None),
     )

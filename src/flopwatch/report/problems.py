@@ -10,11 +10,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from flopwatch.language import Said, Templates, counted
 from flopwatch.numbers import byte_size, percent
 from flopwatch.records.trial import StepCost, TrialResult, TrialSpec
 from flopwatch.report.cells import place_key, privacy_of, trainer_name
 from flopwatch.report.records import Environment, Failure
-from flopwatch.text import first_line, listed, plural
+from flopwatch.text import first_line, listed
 
 _LOG_LINES = 15
 # Failures that a person must look into come first. Running out of memory is an expected result of a sweep.
@@ -34,8 +35,10 @@ def group_failures(results: Sequence[TrialResult]) -> tuple[Failure, ...]:
             largest_ok[place] = max(largest_ok[place], result.spec.batch_size)
         elif result.outcome in _URGENCY:
             # Failures whose log mentions memory get a cause and advice of their own.
-            hint = "; its log mentions memory" if result.evidence.get("hint") else ""
-            alike[str(result.outcome), _cause(result) + hint].append(result)
+            cause = _cause(result)
+            if result.evidence.get("hint"):
+                cause = Said("{cause}; its log mentions memory", cause=cause)
+            alike[str(result.outcome), cause].append(result)
     failures = [_failure(cause, members, largest_ok) for (_, cause), members in alike.items()]
     return tuple(sorted(failures, key=lambda one: (_URGENCY.index(one.outcome), -one.count, one.cause)))
 
@@ -44,7 +47,7 @@ def _cause(result: TrialResult) -> str:
     evidence = result.evidence
     exception = evidence.get("exception")
     if result.outcome in ("timeout", "hang", "cancelled"):  # flopwatch killed the trial; the signal is not the cause.
-        return f"in phase {result.phase}"
+        return Said("in phase {phase}", phase=result.phase)
     if isinstance(exception, Mapping) and exception.get("type"):
         return normalised(f"{exception['type']}: {exception.get('message') or ''}").rstrip(": ")
     if isinstance(exception, str) and exception:
@@ -54,8 +57,8 @@ def _cause(result: TrialResult) -> str:
     if evidence.get("signal"):
         return str(evidence["signal"])
     if result.outcome in ("error", "oom_host") and evidence.get("exit_code") is not None:
-        return f"exit code {evidence['exit_code']}"
-    return normalised(str(evidence.get("state") or result.reason)) or "no reason given"
+        return Said("exit code {code}", code=str(evidence["exit_code"]))
+    return normalised(str(evidence.get("state") or result.reason)) or Said("no reason given")
 
 
 def normalised(message: str) -> str:
@@ -87,8 +90,8 @@ def _failure(cause: str, members: Sequence[TrialResult], largest_ok: Mapping[tup
 
 
 # By outcome and the beginning of the cause; the first row that fits is the advice.
-_INSTALL = "Install the missing package in the environment of the trials."
-_ADVICE = {
+_INSTALL = Said("Install the missing package in the environment of the trials.")
+_ADVICE: Templates = {
     "crash SIGKILL": "flopwatch did not send it. See if the kernel did, to free memory: "
     "dmesg | grep -i 'killed process'",
     "crash SIGSEGV": "Native code crashed. Run the command below with PYTHONFAULTHANDLER=1 to see the line of Python.",
@@ -115,72 +118,80 @@ def _advice(result: TrialResult, cause: str, largest_ok: int | None) -> Iterator
     """
     spec, outcome = result.spec, result.outcome
     if hint := result.evidence.get("hint"):
-        yield (
-            f"The log says: {hint}. flopwatch does not derive outcomes from log messages, so the trial does not count "
-            "as out of memory, and larger trials ran too."
+        yield Said(
+            "The log says: {hint}. flopwatch does not derive outcomes from log messages, so the trial does not count "
+            "as out of memory, and larger trials ran too.",
+            hint=str(hint),
         )
         if spec.trainer == "command":
             told = '{"outcome": "oom_device"}'
-            yield f"If memory ran out, let the command write {told} to $FLOPWATCH_TRIAL_DIR/metrics.json."
+            yield Said(
+                "If memory ran out, let the command write {json} to $FLOPWATCH_TRIAL_DIR/metrics.json.", json=told
+            )
         else:
-            yield f"If memory ran out, use a batch below {spec.batch_size}."
+            yield Said("If memory ran out, use a batch below {size}.", size=spec.batch_size)
     if outcome in ("oom_host", "oom_device"):
         yield from _out_of_memory(result, largest_ok)
     elif outcome in ("hang", "timeout"):
         yield from _too_slow(result)
     elif outcome == "unsupported" and "no method accumulate()" in result.reason:
-        yield "Leave `micro_batch_size` out of the matrix, or add the method accumulate() to the trainer."
+        yield Said("Leave `micro_batch_size` out of the matrix, or add the method accumulate() to the trainer.")
     elif outcome == "unsupported" and spec.checkpointing:
-        yield "Remove this trainer and model from the matrix, or run them without gradient checkpointing."
+        yield Said("Remove this trainer and model from the matrix, or run them without gradient checkpointing.")
     elif outcome == "unsupported":
-        yield "Remove this trainer and model from the matrix, or choose another trainer for the model."
+        yield Said("Remove this trainer and model from the matrix, or choose another trainer for the model.")
     else:
-        yield next(advice for start, advice in _ADVICE.items() if f"{outcome} {cause}".startswith(start))
+        yield Said(next(advice for start, advice in _ADVICE.items() if f"{outcome} {cause}".startswith(start)))
 
 
 def _too_slow(result: TrialResult) -> Iterator[str]:
     silent, longest = result.spec.limits.no_progress_seconds, result.spec.limits.wall_seconds
     is_command = result.spec.trainer == "command"
-    after = "its limit" if longest is None else f"{longest:g} s"
+    after = Said("its limit") if longest is None else f"{longest:g} s"
     if result.outcome == "timeout" and is_command:
-        yield f"The command was still running after {after}: raise --timeout, or let it do less."
+        yield Said("The command was still running after {limit}: raise --timeout, or let it do less.", limit=after)
     elif result.outcome == "timeout":
-        phase = result.phase
-        yield f"The trial still made progress in phase {phase} after {after}: raise --timeout, or measure fewer steps."
+        progress = Said(
+            "The trial still made progress in phase {phase} after {limit}: raise --timeout, or measure fewer steps."
+        )
+        yield progress.filled(phase=result.phase, limit=after)
     elif is_command and silent:
-        yield f"If the command may print nothing for {silent:g} s, raise no_progress."
+        yield Said("If the command may print nothing for {seconds:g} s, raise no_progress.", seconds=silent)
     elif not is_command:
         if result.stacks:
-            yield "The stack traces below show where each thread was waiting."
+            yield Said("The stack traces below show where each thread was waiting.")
         else:
-            yield "There are no stack traces, because native code held the GIL."
+            yield Said("There are no stack traces, because native code held the GIL.")
         if silent:
-            yield f"If a step may take longer than {silent:g} s, raise no_progress."
+            yield Said("If a step may take longer than {seconds:g} s, raise no_progress.", seconds=silent)
 
 
 def _out_of_memory(result: TrialResult, largest_ok: int | None) -> Iterator[str]:
     spec, is_private = result.spec, privacy_of(result.spec, result) == "private"
     batch, limit, parts = spec.batch_size, spec.limits.memory_bytes, spec.micro_batch_size or spec.batch_size
     if result.outcome == "oom_host" and limit:
-        yield f"The memory limit of the trial was {byte_size(limit)}; raise --memory if the host has more."
+        small = Said("The memory limit of the trial was {limit}; raise --memory if the host has more.")
+        yield small.filled(limit=byte_size(limit))
     if is_private and parts > 1:
-        yield f"Keep the batch, because epsilon depends on it, and add micro_batch_size={parts // 2} to the sweep."
+        keep = Said("Keep the batch, because epsilon depends on it, and add micro_batch_size={size} to the sweep.")
+        yield keep.filled(size=parts // 2)
     if batch == 1:
-        yield "Even batch 1 is too large."
+        yield Said("Even batch 1 is too large.")
     elif largest_ok and largest_ok < batch:
-        yield f"Use a batch below {batch}: {largest_ok} ran at sequence {spec.seq_len}."
+        below = Said("Use a batch below {size}: {largest} ran at sequence {length}.")
+        yield below.filled(size=batch, largest=largest_ok, length=spec.seq_len)
     else:
-        yield f"Use a batch below {batch}."
+        yield Said("Use a batch below {size}.", size=batch)
     if not spec.checkpointing and not is_private:
-        yield "Use gradient checkpointing: it stores fewer activations, for about a third more compute."
+        yield Said("Use gradient checkpointing: it stores fewer activations, for about a third more compute.")
     if spec.trainer in ("dpsgd", "fast"):
-        yield "Try ghost: it stores no per-sample gradients and needs less memory at short sequences."
+        yield Said("Try ghost: it stores no per-sample gradients and needs less memory at short sequences.")
     if spec.trainer == "ghost":
-        yield "Try dpsgd: it may need less memory, because ghost stores a sequence x sequence matrix per sample."
+        yield Said("Try dpsgd: it may need less memory, because ghost stores a sequence x sequence matrix per sample.")
     if spec.layout == "ddp":
-        yield "Use `layout: fsdp`: each process holds a part of the model; with `ddp` each holds all of it."
+        yield Said("Use `layout: fsdp`: each process holds a part of the model; with `ddp` each holds all of it.")
     if spec.trainer != "command" and spec.layout is None:  # `flopwatch fit` supports only a single process.
-        yield f"Find the largest batch: {_fit_command(spec)}"
+        yield Said("Find the largest batch: {command}", command=_fit_command(spec))
 
 
 def _fit_command(spec: TrialSpec) -> str:
@@ -235,14 +246,17 @@ def group_warnings(results: Iterable[TrialResult]) -> Iterator[str]:
     decisive = [name for name in mixed if name in _DECISIVE or name.startswith(_CODE)]
     for name in decisive:
         values = listed([f"{value} ({count:,})" for value, count in facts[name].most_common()], 3)
-        yield f"the compared trials ran with different {name}: {values}"
+        mixed_facts = Said("the compared trials ran with different {name}: {values}")
+        yield mixed_facts.filled(name=name, values=values)
     if "host" in mixed and not decisive:
-        yield f"the trials ran on {len(facts['host'])} hosts, and even equal hosts may differ by a few percent"
+        on_hosts = Said("the trials ran on {hosts} hosts, and even equal hosts may differ by a few percent")
+        yield on_hosts.filled(hosts=len(facts["host"]))
     yield from _peak_warnings(ran)
     if shared := sum(result.measured.memory.host_method == "rss" for result in ran):
-        yield (
-            f"host memory of {plural(shared, 'trial')} counts shared pages once per process, because "
-            "their systems do not report proportional memory (PSS)"
+        yield Said(
+            "host memory of {trials} counts shared pages once per process, because their systems do not report "
+            "proportional memory (PSS)",
+            trials=counted(shared, "{n} trial", "{n} trials"),
         )
 
 
@@ -263,21 +277,24 @@ def above_peak(cost: StepCost) -> tuple[float, str] | None:
     share, name = max(shares, default=(0.0, ""))
     if not cost.peak or share <= 1:
         return None
-    return share, f"{name} is {percent(share)}, which cannot be: the peak is too low, or the FLOPs are wrong"
+    said = Said("{name} is {share}, which cannot be: the peak is too low, or the FLOPs are wrong")
+    return share, said.filled(name=name, share=percent(share))
 
 
 def _peak_warnings(ran: Sequence[TrialResult]) -> Iterator[str]:
     if len(different := denominators(ran)) > 1:
-        yield f"MFU and HFU of these trials are shares of different peaks: {'; '.join(different)}"
+        peaks = Said("MFU and HFU of these trials are shares of different peaks: {peaks}")
+        yield peaks.filled(peaks="; ".join(different))
     costs = [(result.name, result.measured.cost or StepCost()) for result in ran]
     if above := [(*found, trial) for trial, cost in costs if (found := above_peak(cost))]:
         _, said, trial = max(above)
-        yield f"{trial}: {said}"
+        yield Said("{what}: {facts}", what=trial, facts=said)
     # Notes without a peak are about values that commands reported and that cannot be right.
-    notes = [f"{trial}: {note}" for trial, cost in costs if not cost.peak for note in cost.notes]
+    of_trial = Said("{what}: {facts}")
+    notes = [of_trial.filled(what=trial, facts=note) for trial, cost in costs if not cost.peak for note in cost.notes]
     yield from notes[:1]
     if len(notes) > 1:
-        yield f"{len(notes) - 1:,} more trials reported such values"
+        yield Said("{n:,} more trials reported such values", n=len(notes) - 1)
 
 
 def sweep_warnings(results: Sequence[TrialResult]) -> Iterator[str]:
@@ -285,10 +302,15 @@ def sweep_warnings(results: Sequence[TrialResult]) -> Iterator[str]:
     for result in results:
         for phase, why in result.measured.not_measured.items() if result.outcome == "ok" else ():
             failed[phase, why].append(result.name)  # The times and the memory of these trials are valid.
-    yield from (f"{phase} could not be measured in {listed(names, 3)}: {why}" for (phase, why), names in failed.items())
+    unmeasured = Said("{phase} could not be measured in {names}: {why}")
+    for (phase, why), names in failed.items():
+        yield unmeasured.filled(phase=phase, names=listed(names, 3), why=why)
     lost = {one.name: len(one.earlier_attempts) for one in results}
     if retried := [name for name, attempts in lost.items() if attempts]:
-        yield (
-            f"{plural(len(retried), 'trial')} needed more than one attempt: {listed(retried)}; "
-            f"files of the earlier attempts ({sum(lost.values()):,}) are in earlier/"
+        yield Said(
+            "{trials} needed more than one attempt: {names}; files of the earlier attempts ({attempts:,}) are in "
+            "earlier/",
+            trials=counted(len(retried), "{n} trial", "{n} trials"),
+            names=listed(retried),
+            attempts=sum(lost.values()),
         )

@@ -6,6 +6,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from flopwatch.language import Said, counted
 from flopwatch.records.privacy import PrivacySpent
 from flopwatch.records.trial import NOT_RUN, OUT_OF_MEMORY, TrialResult, TrialSpec
 from flopwatch.report import cells, problems, verdicts
@@ -22,7 +23,7 @@ class _Member(NamedTuple):
     result: TrialResult | None
 
 
-RESUME = "run the same sweep command again to resume"
+RESUME = Said("run the same sweep command again to resume")
 
 
 def summarise(capture: Capture, next_step: str = RESUME) -> SweepSummary:
@@ -32,8 +33,13 @@ def summarise(capture: Capture, next_step: str = RESUME) -> SweepSummary:
     settings = [cells.group_settings(group[0].spec) for group in members]
     varying = [name for name in (settings[0] if settings else ()) if len({one[name] for one in settings}) > 1]
     groups = tuple(_group(group, varying) for group in members)
-    missing = len(capture.missing)
-    unfinished = f"{missing:,} {'trial has' if missing == 1 else 'trials have'} no result yet; {next_step}"
+    missing, of_group = len(capture.missing), Said("{what}: {facts}")
+    unfinished = counted(
+        missing,
+        "{n} trial has no result yet; {next_step}",
+        "{n} trials have no result yet; {next_step}",
+        next_step=next_step,
+    )
     return SweepSummary(
         name=capture.folder.resolve().name,
         folder=str(capture.folder),
@@ -46,7 +52,7 @@ def summarise(capture: Capture, next_step: str = RESUME) -> SweepSummary:
         environments=problems.distinct_environments(results),
         warnings=(
             *capture.troubles,
-            *(f"{group.title}: {warning}" for group in groups for warning in group.warnings),
+            *(of_group.filled(what=group.title, facts=text) for group in groups for text in group.warnings),
             *([unfinished] if missing else []),
             *problems.sweep_warnings(results),
         ),
@@ -79,8 +85,10 @@ def _group(members: Sequence[_Member], varying: Sequence[str]) -> Group:
     unused = {
         name: "" for name in ("model", "dtype") if not any(cells.takes_setting(member.spec, name) for member in members)
     }
-    too_many = (
-        f"there are {len(trainers):,} combinations of trainers and options: only the first {MOST_COLUMNS} are shown"
+    too_many = Said(
+        "there are {n:,} combinations of trainers and options: only the first {most} are shown",
+        n=len(trainers),
+        most=MOST_COLUMNS,
     )
     return Group(
         title=cells.group_title(settings | unused, varying),

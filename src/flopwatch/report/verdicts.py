@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from typing import TypeAlias
 
+from flopwatch.language import Said
 from flopwatch.records.trial import FEWEST_STEPS, OUT_OF_MEMORY
 from flopwatch.report.records import Choice, FrontierPoint, PrivacyClass, Quantity, TrialCell
 from flopwatch.stats import differ
@@ -88,13 +89,16 @@ def _epsilon(cell: TrialCell) -> float:
 
 def _verdict(fastest: TrialCell, tied: Sequence[TrialCell], candidates: int) -> str:
     if not tied:
-        return "the only one that ran" if candidates == 1 else f"the fastest of {candidates}"
+        return Said("the only one that ran") if candidates == 1 else Said("the fastest of {all}", all=candidates)
     # Name other trainers first, because they are more interesting than other batch sizes of the same trainer.
     others = [configuration(cell) for cell in sorted(tied, key=lambda cell: cell.trainer == fastest.trainer)]
     one, rivals = configuration(fastest), listed(others, 2)
+    said = Said("no measurable difference between {one} and {rivals}")
     if _epsilon(fastest) < max(map(_epsilon, tied)):
-        return f"no measurable difference between {one} and {rivals}; none of them has a smaller epsilon than {one}"
-    return f"no measurable difference between {one} and {rivals}"
+        said = Said(
+            "no measurable difference between {one} and {rivals}; none of them has a smaller epsilon than {one}"
+        )
+    return said.filled(one=one, rivals=rivals)
 
 
 def _caveats(fastest: TrialCell, others: Sequence[TrialCell], left_out: Sequence[TrialCell]) -> Iterator[str]:
@@ -104,23 +108,26 @@ def _caveats(fastest: TrialCell, others: Sequence[TrialCell], left_out: Sequence
         # A trainer may have an epsilon with some batch sizes only: a batch can be larger than the data set.
         kept = {cell.trainer for cell in (fastest, *others)}
         names = dict.fromkeys(configuration(cell) if cell.trainer in kept else cell.trainer for cell in left_out)
-        yield f"left out, because their epsilon is unknown or infinite: {listed(list(names), _MOST_LEFT_OUT)}"
+        left = Said("left out, because their epsilon is unknown or infinite: {names}")
+        yield left.filled(names=listed(list(names), _MOST_LEFT_OUT))
     if fastest.alloc_retries:
-        yield "barely fits into memory: the allocator had to free its cache to make room"
+        yield Said("barely fits into memory: the allocator had to free its cache to make room")
     if unstable := sum(cell.is_unstable for cell in others):
-        candidates = 1 + len(others)
+        several = Said("{unstable} of {all} step times are unstable")
         if fastest.is_unstable:
-            yield f"{unstable + 1} of {candidates} step times are unstable, its own too"
-        else:
-            yield f"{unstable} of {candidates} step times are unstable"
+            several = Said("{unstable} of {all} step times are unstable, its own too")
+        yield several.filled(unstable=unstable + fastest.is_unstable, all=1 + len(others))
     elif fastest.is_unstable:
-        yield "its step time is unstable"
+        yield Said("its step time is unstable")
     if others and time_interval(fastest) is None:
-        yield f"it has no 95 % interval (fewer than {FEWEST_STEPS} step times), so differences below 10 % do not count"
+        without = Said(
+            "it has no 95 % interval (fewer than {fewest} step times), so differences below 10 % do not count"
+        )
+        yield without.filled(fewest=FEWEST_STEPS)
 
 
 def configuration(cell: TrialCell) -> str:
-    return f"{cell.trainer} batch {cell.batch_size}"
+    return Said("{trainer} batch {size}", trainer=cell.trainer, size=cell.batch_size)
 
 
 def _overlap(fastest: TrialCell, other: TrialCell) -> bool:

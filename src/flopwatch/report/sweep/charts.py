@@ -6,6 +6,7 @@ from math import log
 from operator import attrgetter
 from typing import TypeAlias
 
+from flopwatch.language import Said, _, sentences
 from flopwatch.numbers import byte_size, count, number
 from flopwatch.present import svg
 from flopwatch.present.document import Drawing, Panels, evenly
@@ -15,8 +16,8 @@ from flopwatch.report.verdicts import configuration, rate_interval
 
 _Colours: TypeAlias = Mapping[str, int]
 _MOST_PANELS = 8
-_CURVES = "Vertical bars are 95 % intervals. A hollow marker means that the step time is unstable."
-_MAP = "Peak memory in GiB; darker means more. A trial that is not ok shows its outcome instead."
+_CURVES = Said("Vertical bars are 95 % intervals. A hollow marker means that the step time is unstable.")
+_MAP = Said("Peak memory in GiB; darker means more. A trial that is not ok shows its outcome instead.")
 
 
 def charts_of(group: Group, colours: _Colours) -> list[Panels]:
@@ -25,11 +26,13 @@ def charts_of(group: Group, colours: _Colours) -> list[Panels]:
     if len(group.batch_sizes) == 1 and len(group.seq_lens) > 1:
         along, apart = apart, along
     in_all = len({_SIZE_OF[apart](cell) for cell in group.cells})
-    some = f" {_MOST_PANELS} of {in_all} panels are shown, evenly spaced." if in_all > _MOST_PANELS else ""
+    some = Said("{shown} of {all} panels are shown, evenly spaced.", shown=_MOST_PANELS, all=in_all)
+    about = sentences([_CURVES, some if in_all > _MOST_PANELS else ""])
+    title = Said("{metric} by sequence") if along == "sequence" else Said("{metric} by batch")
     rate = throughput_metric(group)
     panels = [
-        Panels(_curve_panels(group, along, apart, rate, colours), f"{rate.title} by {along}", _CURVES + some),
-        Panels(frontier_maps(group), "Which sizes fit", _MAP),
+        Panels(_curve_panels(group, along, apart, rate, colours), title.filled(metric=rate.title), about),
+        Panels(frontier_maps(group), Said("Which sizes fit"), _MAP),
     ]
     return [one for one in panels if one.drawings]
 
@@ -65,13 +68,13 @@ def _map(
     every = max(1, -(-len(seqs) // 8))
     for column, seq in list(enumerate(seqs))[::every]:
         parts.append(svg.text(left + (column + 0.5) * across, bottom + 13, str(seq), anchor="middle"))
-    parts.append(svg.text((left + width) / 2, bottom + 28, "sequence", anchor="middle", style="title"))
-    parts.append(svg.text(left - 6, bottom + 13, "batch", anchor="end", style="title"))
+    parts.append(svg.text((left + width) / 2, bottom + 28, Said("sequence"), anchor="middle", style="title"))
+    parts.append(svg.text(left - 6, bottom + 13, Said("batch"), anchor="end", style="title"))
     return Drawing(trainer, "", "".join(parts), width, bottom + 34)
 
 
 def _map_cell(cell: TrialCell, x: float, y: float, across: float, high: float, span: tuple[int, int]) -> str:
-    tip = f"{configuration(cell)}, sequence {cell.seq_len}\n"
+    where = Said("{configuration}, sequence {length}", configuration=configuration(cell), length=cell.seq_len)
     has_room = across >= 30 and high >= 14
     label = partial(svg.text, x + across / 2, y + high / 2 + 3.5, anchor="middle")
     if cell.outcome == "ok":
@@ -79,12 +82,13 @@ def _map_cell(cell: TrialCell, x: float, y: float, across: float, high: float, s
         if cell.peak_bytes is not None and most > least:
             shade = min(_SHADES - 1, int(_SHADES * log(cell.peak_bytes / least) / log(most / least)))
         words = number(cell.peak_bytes / 2**30) if cell.peak_bytes else "ok"
-        drawn = svg.rect(x, y, across - 1.5, high - 1.5, f"s{shade}", f"{tip}peak {byte_size(cell.peak_bytes)}")
+        tip = Said("{where}\npeak {size}", where=where, size=byte_size(cell.peak_bytes))
+        drawn = svg.rect(x, y, across - 1.5, high - 1.5, f"s{shade}", tip)
         return drawn + (label(words, style="td" if shade > 3 else "tl") if has_room else "")
     kind = outcome_class(cell.outcome)
     drawn = svg.rect(x + 0.6, y + 0.6, across - 2.7, high - 2.7, f"c-{kind}", "")
     drawn += label(outcome_word(cell.outcome) if has_room else "×", style=f"t-{kind}")
-    return drawn + svg.tip_area(x, y, across, high, tip + cell.outcome)
+    return drawn + svg.tip_area(x, y, across, high, Said("{where}\n{outcome}", where=where, outcome=cell.outcome))
 
 
 _MOST_POINTS = 60
@@ -115,7 +119,13 @@ def _curve_panels(group: Group, along: str, apart: str, rate: ShownMetric, colou
     grid = svg.axes(_LEFT, _RIGHT, y, svg.decimal_ticks(y.low, y.high), count)
     for tick in xs if len(xs) <= 7 else svg.binary_ticks(max(x.low, 1), x.high):
         grid += svg.text(x(tick), _BOTTOM + 15, f"{tick:g}", anchor="middle")
-    grid += svg.text((_LEFT + _RIGHT) / 2, _HEIGHT - 6, f"{along} (log)", anchor="middle", style="title")
+    grid += svg.text(
+        (_LEFT + _RIGHT) / 2,
+        _HEIGHT - 6,
+        Said("sequence (log)") if along == "sequence" else Said("batch (log)"),
+        anchor="middle",
+        style="title",
+    )
     drawings = []
     for value in panels:
         own = sorted((cell for cell in cells if panel_of(cell) == value), key=x_of)
@@ -137,9 +147,13 @@ def _curve(
     for px, py, cell in known:
         if ends := rate_interval(cell, metric.value(cell)):
             yield svg.line(px, y(ends[0]), px, y(ends[1]), f"w k{kind % svg.COLOURS}")
-        tip = f"{configuration(cell)}, sequence {cell.seq_len}\n"
-        tip += f"{metric.title}: {cell_text(cell, metric)}"
-        tip += f"\nstep {METRICS['time'].text(cell)}" if cell.seconds else ""
-        tip += "\nunstable" if cell.is_unstable else ""
+        where = Said("{configuration}, sequence {length}", configuration=configuration(cell), length=cell.seq_len)
+        lines = [
+            where,
+            Said("{what}: {facts}", what=metric.title, facts=cell_text(cell, metric)),
+            Said("step {time}", time=METRICS["time"].text(cell)) if cell.seconds else "",
+            Said("unstable") if cell.is_unstable else "",
+        ]
+        tip = "\n".join(map(_, filter(None, lines)))
         style = "hollow" if cell.is_unstable else "m"
         yield svg.marker(kind, px, py, tip, style, is_small=len(known) > _DENSE)

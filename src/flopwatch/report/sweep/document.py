@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from flopwatch.language import Said, commas
+from flopwatch.language import Said, Templates, commas, counted, semicolons
 from flopwatch.numbers import byte_size, count, duration, percent
 from flopwatch.present import document as doc
 from flopwatch.present.json_form import record_fields, to_json
@@ -25,10 +25,17 @@ from flopwatch.report.records import (
     TrialRow,
 )
 from flopwatch.report.sweep.measurements import group_parts
-from flopwatch.text import listed, plural
+from flopwatch.text import listed
 
-_PRIVACY_SHORT = {"not private": "no DP", "private": "DP", "unknown": "unknown"}
+_PRIVACY: Templates = {"not private": "not private", "private": "private", "unknown": "unknown"}
+_PRIVACY_SHORT: Templates = {"not private": "no DP", "private": "DP", "unknown": "unknown"}
 _NOT_RUN = ("unsupported", "skipped", "cancelled")
+_AMOUNTS: Templates = {
+    "unsupported": "{n:,} unsupported",
+    "skipped": "{n:,} skipped",
+    "cancelled": "{n:,} cancelled",
+    "missing": "{n:,} missing",
+}
 _MOST_WARNINGS = 20
 _MOST_PLACES = 4
 
@@ -37,11 +44,10 @@ def sweep_document(summary: SweepSummary, metrics: Sequence[str] = ()) -> doc.Do
     """Return the report. `metrics` are the matrices to show; without any, all that were measured."""
     made = f"{datetime.fromtimestamp(summary.created, timezone.utc):%Y-%m-%d %H:%M} UTC" if summary.created else ""
     engine = Said("engine {engine}", engine=summary.engine) if summary.engine else ""
-    totals, lead = summary.totals, [f"{totals_sentence(summary)}."]
+    totals, lead = summary.totals, [Said("{sentence}.", sentence=totals_sentence(summary))]
     if totals.trial_seconds:
-        lead.append(
-            f"The trials took {duration(totals.trial_seconds)}, in {duration(totals.wall_seconds)} of wall time."
-        )
+        took = Said("The trials took {time}, in {wall} of wall time.")
+        lead.append(took.filled(time=duration(totals.trial_seconds), wall=duration(totals.wall_seconds)))
     return doc.Document(
         summary.name,
         list(_parts(summary, [METRICS[name] for name in metrics])),
@@ -62,9 +68,10 @@ def _parts(summary: SweepSummary, metrics: Sequence[ShownMetric]) -> Iterator[do
     yield doc.Strip(_shares(summary.totals.by_outcome))
     yield from (doc.Text(warning, "warn") for warning in summary.warnings[:_MOST_WARNINGS])
     if (more := len(summary.warnings) - _MOST_WARNINGS) > 0:
-        yield doc.Text(f"{plural(more, 'more warning')}: see the JSON report", "warn")
+        hidden = counted(more, "{n} more warning: see the JSON report", "{n} more warnings: see the JSON report")
+        yield doc.Text(hidden, "warn")
     if not summary.totals.trials:
-        yield doc.Text("The plan of this sweep has no trials.")
+        yield doc.Text(Said("The plan of this sweep has no trials."))
         return
     colours = trainer_colours(summary)
     yield _what_to_run(summary, colours)
@@ -72,11 +79,12 @@ def _parts(summary: SweepSummary, metrics: Sequence[ShownMetric]) -> Iterator[do
     yield _measurements(summary, metrics, colours)
     if summary.failures:
         said = doc.Text(
-            "Trials are grouped by cause. Numbers and paths in messages are replaced by N and PATH.", "soft"
+            Said("Trials are grouped by cause. Numbers and paths in messages are replaced by N and PATH."), "soft"
         )
         sections = doc.Lazy(list(enumerate(summary.failures)), lambda one: _failure(one[1], is_open=one[0] < 2))
-        causes = doc.Several(sections, doc.Most(8, 20, 60), "more causes")
-        yield doc.Section("What did not run, and why", [said, causes], "failures", "What did not run")
+        causes = doc.Several(sections, doc.Most(8, 20, 60), Said("more causes"))
+        title = Said("What did not run, and why")
+        yield doc.Section(title, [said, causes], "failures", Said("What did not run"))
     yield _environments(summary.environments)
     yield doc.Only(("html",), [_all_trials(summary)])
 
@@ -98,13 +106,18 @@ def totals_sentence(summary: SweepSummary) -> str:
     """Return a sentence such as `48 trials: 36 ok, 8 out of memory (3 of them inferred), 2 failed`."""
     by_outcome, trials = summary.totals.by_outcome, summary.totals.trials
     inferred = by_outcome.get("oom_inferred", 0)
-    amounts = {
-        "out of memory" + (f" ({inferred:,} of them inferred)" if inferred else ""): _counted(summary, OUT_OF_MEMORY),
-        "failed": _counted(summary, FAILED),
-        **{outcome: by_outcome.get(outcome, 0) for outcome in (*_NOT_RUN, "missing")},
-    }
-    parts = [f"{by_outcome.get('ok', 0):,} ok", *(f"{n:,} {word}" for word, n in amounts.items() if n)]
-    return f"{plural(trials, 'trial')}: {', '.join(parts)}" if trials else "No trials"
+    of_memory = Said("{n:,} out of memory")
+    if inferred:
+        of_memory = Said("{n:,} out of memory ({inferred:,} of them inferred)")
+    amounts = [
+        (of_memory, _counted(summary, OUT_OF_MEMORY)),
+        (Said("{n:,} failed"), _counted(summary, FAILED)),
+        *((Said(_AMOUNTS[outcome]), by_outcome.get(outcome, 0)) for outcome in _AMOUNTS),
+    ]
+    parts = [f"{by_outcome.get('ok', 0):,} ok", *(said.filled(n=n, inferred=inferred) for said, n in amounts if n)]
+    if not trials:
+        return Said("No trials")
+    return Said("{what}: {facts}", what=counted(trials, "{n} trial", "{n} trials"), facts=commas(parts))
 
 
 def _shares(by_outcome: Mapping[str, int]) -> tuple[doc.Share, ...]:
@@ -116,16 +129,19 @@ def _shares(by_outcome: Mapping[str, int]) -> tuple[doc.Share, ...]:
 def _what_to_run(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Section:
     groups = [group for group in summary.groups if group.choices]
     if not groups:
-        none = "No trial ran to its end with a measured time, so there is nothing to choose from."
-        return doc.Section("What to run", [doc.Text(none)], "run")
+        none = Said("No trial ran to its end with a measured time, so there is nothing to choose from.")
+        return doc.Section(Said("What to run"), [doc.Text(none)], "run")
     said = doc.Text(
-        "For each sequence length: the fastest trial, and a trial with less memory if it has at least 90 % of the "
-        "throughput. Private trainers and others are chosen apart: a faster trainer does not replace a private one.",
+        Said(
+            "For each sequence length: the fastest trial, and a trial with less memory if it has at least 90 % of the "
+            "throughput. Private trainers and others are chosen apart: a faster trainer does not replace a private "
+            "one."
+        ),
         "soft",
     )
     sections = doc.Lazy(groups, lambda one: _choices(one, colours, None if one in groups[:3] else False))
-    several = doc.Several(sections, doc.Most(3, 6, 40), "more groups", [group.title for group in groups])
-    return doc.Section("What to run", [said, several], "run")
+    several = doc.Several(sections, doc.Most(3, 6, 40), Said("more groups"), [group.title for group in groups])
+    return doc.Section(Said("What to run"), [said, several], "run")
 
 
 def _choices(group: Group, colours: Mapping[str, int], is_open: bool | None) -> doc.Section:
@@ -136,7 +152,7 @@ def _choices(group: Group, colours: Mapping[str, int], is_open: bool | None) -> 
         cell, mark = choice.fastest, "≈ " if choice.tied else ""
         short, colour = f"{mark}{cell.trainer} b{cell.batch_size}", colours[cell.trainer]
         tone: doc.Tone = "" if choice.tied else "best"
-        return doc.Cell(f"{mark}{cell.trainer}", tone, f"batch {cell.batch_size}", short, colour=colour)
+        return doc.Cell(f"{mark}{cell.trainer}", tone, Said("batch {size}", size=cell.batch_size), short, colour=colour)
 
     def rate_of(choice: Choice) -> doc.Cell:
         share = (rate.value(choice.fastest) or 0) / longest if longest else 0
@@ -146,14 +162,14 @@ def _choices(group: Group, colours: Mapping[str, int], is_open: bool | None) -> 
     def lightest(choice: Choice) -> doc.Cell:
         if (cell := choice.lightest) is None:
             return doc.Cell("")
-        spent = "" if cell.epsilon is None else f", epsilon {epsilon_text(cell.epsilon)}"
-        said = f"{byte_size(cell.peak_bytes)}{spent}"
+        spent = "" if cell.epsilon is None else f"epsilon {epsilon_text(cell.epsilon)}"
+        said = commas([byte_size(cell.peak_bytes), spent])
         short = f"{cell.trainer} b{cell.batch_size} {said}"
-        return doc.Cell(cell.trainer, detail=f"batch {cell.batch_size}, {said}", short=short)
+        return doc.Cell(cell.trainer, detail=commas([Said("batch {size}", size=cell.batch_size), said]), short=short)
 
     def verdict(choice: Choice) -> doc.Cell:
-        caveats = "; ".join(choice.caveats)
-        return doc.Cell(f"{choice.verdict};" if caveats else choice.verdict, detail=caveats)
+        caveats = semicolons(choice.caveats)
+        return doc.Cell(Said("{verdict};", verdict=choice.verdict) if caveats else choice.verdict, detail=caveats)
 
     def some(_: int, most: int) -> list[int]:
         """All rows of evenly spaced sequence lengths, about `most` in total."""
@@ -165,20 +181,20 @@ def _choices(group: Group, colours: Mapping[str, int], is_open: bool | None) -> 
     has_lightest = any(choice.lightest for choice in group.choices)
     columns: list[tuple[doc.Head | str, Callable[[Choice], doc.Cell | str]]] = [
         (_number("sequence", "seq"), lambda one: str(one.seq_len)),
-        ("class", lambda one: _class(one.privacy)),
-        ("fastest that ran", fastest),
-        (_number(f"{rate.key}/s"), rate_of),
+        (Said("class"), lambda one: _class(one.privacy)),
+        (Said("fastest that ran"), fastest),
+        (_number("tokens/s") if rate.key == "tokens" else _number("samples/s"), rate_of),
         (_number("peak"), lambda one: byte_size(one.fastest.peak_bytes)),
         *([(_number("epsilon", "ε"), lambda one: epsilon_text(one.fastest.epsilon))] if has_epsilon else []),
-        *([("less memory, within 10 %", lightest)] if has_lightest else []),
-        (doc.Head("verdict", only=("markdown", "html")), verdict),
+        *([(Said("less memory, within 10 %"), lightest)] if has_lightest else []),
+        (doc.Head(Said("verdict"), only=("markdown", "html")), verdict),
     ]
     table = table_of(group.choices, columns, most=doc.Most(24, 60, 16), pick=some)
     return doc.Section(group.title, [table, doc.Only(("terminal",), [_remarks(group.choices)])], is_open=is_open)
 
 
 def _class(privacy: PrivacyClass) -> doc.Cell:
-    return doc.Cell(privacy, "chip", short=_PRIVACY_SHORT[privacy])
+    return doc.Cell(Said(_PRIVACY[privacy]), "chip", short=Said(_PRIVACY_SHORT[privacy]))
 
 
 def _remarks(choices: Sequence[Choice]) -> doc.Items:
@@ -187,8 +203,9 @@ def _remarks(choices: Sequence[Choice]) -> doc.Items:
     for choice in choices:
         for sentence in (*([choice.verdict] if choice.tied else []), *choice.caveats):
             rows[sentence].append(f"{choice.seq_len} {_PRIVACY_SHORT[choice.privacy]}")
-    sentences = [f"{listed(places, _MOST_PLACES)}: {sentence}" for sentence, places in rows.items()]
-    return doc.Items(sentences, most=doc.Most(12, 0, 0), more="more remarks")
+    remark = Said("{what}: {facts}")
+    remarks = [remark.filled(what=listed(places, _MOST_PLACES), facts=sentence) for sentence, places in rows.items()]
+    return doc.Items(remarks, most=doc.Most(12, 0, 0), more=Said("more remarks"))
 
 
 def _trainers(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Section:
@@ -199,61 +216,66 @@ def _trainers(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Section:
         return doc.Cell(f"{one.ok:,} / {one.tried:,}", short=f"{one.ok:,}/{one.tried:,}")
 
     columns: list[tuple[doc.Head | str, Callable[[TrainerTotals], doc.Cell | str]]] = [
-        ("trainer", lambda one: doc.Cell(one.trainer, colour=colours.get(one.trainer, 0))),
-        ("class", lambda one: _class(one.privacy)),
-        (doc.Head("outcomes", only=("html",)), lambda one: doc.Cell("", shares=_shares(one.by_outcome))),
+        (Said("trainer"), lambda one: doc.Cell(one.trainer, colour=colours.get(one.trainer, 0))),
+        (Said("class"), lambda one: _class(one.privacy)),
+        (doc.Head(Said("outcomes"), only=("html",)), lambda one: doc.Cell("", shares=_shares(one.by_outcome))),
         (_number("ok / run", "ok/run"), ran),
-        (doc.Head("success", is_number=True, is_extra=True), lambda one: percent(one.success_rate)),
+        (doc.Head(Said("success"), is_number=True, is_extra=True), lambda one: percent(one.success_rate)),
         (_number("out of memory", "OOM"), lambda one: amount(one.out_of_memory)),
         (_number("failed"), lambda one: amount(one.failed)),
         (_number("not run"), lambda one: amount(one.not_run)),
         (_number("mean peak"), lambda one: byte_size(one.mean_peak_bytes)),
     ]
-    note = (
+    note = Said(
         "Success is the share of ok trials among those that ran. A trainer that ran only small configurations has a "
         "small mean peak: to compare trainers, use the tables of peak memory."
     )
-    return doc.Section("Trainers", [table_of(summary.trainers, columns, note=note)], "trainers")
+    return doc.Section(Said("Trainers"), [table_of(summary.trainers, columns, note=note)], "trainers")
 
 
 def _number(head: str, short: str | None = None) -> doc.Head:
-    return doc.Head(head, is_number=True, short=short)
+    """A column of numbers with a heading of ours, which is translated."""
+    return doc.Head(Said(head), is_number=True, short=short if short is None else Said(short))
 
 
 def _measurements(summary: SweepSummary, metrics: Sequence[ShownMetric], colours: Mapping[str, int]) -> doc.Section:
     groups = summary.groups
     if len(groups) == 1:
-        remark = f": {groups[0].title}{_size(groups[0])}"
-        return doc.Section("Measurements", group_parts(groups[0], metrics, colours), "groups", remark=remark)
+        parts = group_parts(groups[0], metrics, colours)
+        remark = Said(": {group}", group=commas([groups[0].title, _size(groups[0])]))
+        return doc.Section(Said("Measurements"), parts, "groups", remark=remark)
 
     def section(one: Group) -> doc.Section:
         parts = group_parts(one, metrics, colours)
-        return doc.Section(one.title, parts, remark=_size(one), is_open=one is groups[0])
+        return doc.Section(one.title, parts, remark=Said(", {size}", size=_size(one)), is_open=one is groups[0])
 
-    several = doc.Several(doc.Lazy(groups, section), doc.Most(3, 6, 12), "more groups", [one.title for one in groups])
-    return doc.Section("Measurements", [several], "groups")
+    several = doc.Several(
+        doc.Lazy(groups, section), doc.Most(3, 6, 12), Said("more groups"), [one.title for one in groups]
+    )
+    return doc.Section(Said("Measurements"), [several], "groups")
 
 
 def _size(group: Group) -> str:
-    parameters = f", {count(group.parameters)} parameters" if group.parameters else ""
-    return f"{parameters}, {sum(cell.seeds for cell in group.cells):,} trials"
+    trials = Said("{trials:,} trials", trials=sum(cell.seeds for cell in group.cells))
+    return commas([Said("{n} parameters", n=count(group.parameters)) if group.parameters else "", trials])
 
 
 def _failure(failure: Failure, *, is_open: bool) -> doc.Section:
     kind = outcome_class(failure.outcome)
-    step = "" if failure.step is None else f", step {failure.step}"
+    step = "" if failure.step is None else Said("step {step}", step=failure.step)
+    where = commas([Said("phase {phase}", phase=failure.phase), step])
     facts: list[tuple[str, doc.Cell | str]] = [
-        ("trainers", ", ".join(f"{name} {number:,}" for name, number in failure.by_trainer.items())),
-        ("example", doc.Cell(failure.example)),
-        ("reason", failure.reason),
-        ("where", "" if failure.outcome in ("unsupported", "invalid") else f"phase {failure.phase}{step}"),
-        ("evidence", _evidence({name: value for name, value in failure.evidence.items() if name != "exception"})),
-        *(("advice", doc.Cell(line, "strong")) for line in failure.advice),
+        (Said("trainers"), ", ".join(f"{name} {number:,}" for name, number in failure.by_trainer.items())),
+        (Said("example"), doc.Cell(failure.example)),
+        (Said("reason"), failure.reason),
+        (Said("where"), "" if failure.outcome in ("unsupported", "invalid") else where),
+        (Said("evidence"), _evidence({name: value for name, value in failure.evidence.items() if name != "exception"})),
+        *((Said("advice"), doc.Cell(line, "strong")) for line in failure.advice),
     ]
     blocks = {
-        "command to run the example again": failure.command,
-        "last lines of its log": failure.log_tail,
-        "stack traces": failure.stacks,
+        Said("command to run the example again"): failure.command,
+        Said("last lines of its log"): failure.log_tail,
+        Said("stack traces"): failure.stacks,
     }
     return doc.Section(
         failure.cause,
@@ -283,32 +305,32 @@ def _evidence(facts: Mapping[str, Any]) -> str:
 
 def _environments(environments: Sequence[Environment]) -> doc.Section:
     if not environments:
-        return doc.Section("Environment", [doc.Text("No trial recorded its environment.")], "environment")
+        return doc.Section(Said("Environment"), [doc.Text(Said("No trial recorded its environment."))], "environment")
 
     def cells(one: Environment) -> list[str]:
         return [f"{one.trials:,}", ", ".join(f"{name} {value}" for name, value in one.settings.items())]
 
-    table = doc.Grid((*doc.numbers("trials"), "environment"), doc.Lazy(environments, cells))
+    table = doc.Grid((*doc.numbers("trials"), Said("environment")), doc.Lazy(environments, cells))
     return doc.Section("Environment", [table], "environment")
 
 
 _FIELDS = (
-    doc.Field("name", "trial", "text"),
-    doc.Field("trainer", "trainer", "words"),
-    doc.Field("model", "model", "words"),
+    doc.Field("name", Said("trial"), "text"),
+    doc.Field("trainer", Said("trainer"), "words"),
+    doc.Field("model", Said("model"), "words"),
     doc.Field("dtype", "dtype", "words"),
-    doc.Field("batch_size", "batch", "count"),
-    doc.Field("seq_len", "sequence", "count"),
-    doc.Field("outcome", "outcome", "words"),
-    doc.Field("seconds", "step", "seconds", mark="is_unstable"),
-    doc.Field("tokens_per_s", "tokens/s", "rate"),
-    doc.Field("peak_bytes", "peak", "bytes"),
+    doc.Field("batch_size", Said("batch"), "count"),
+    doc.Field("seq_len", Said("sequence"), "count"),
+    doc.Field("outcome", Said("outcome"), "words"),
+    doc.Field("seconds", Said("step"), "seconds", mark="is_unstable"),
+    doc.Field("tokens_per_s", Said("tokens/s"), "rate"),
+    doc.Field("peak_bytes", Said("peak"), "bytes"),
     doc.Field("mfu", "MFU", "share"),
     doc.Field("hfu", "HFU", "share"),
-    doc.Field("reason", "reason", "words", is_shown=False),
-    doc.Field("trace", "trace", "text", is_shown=False),
-    doc.Field("command", "command", "text", is_shown=False),
-    doc.Field("is_unstable", "unstable", "flag", is_shown=False),
+    doc.Field("reason", Said("reason"), "words", is_shown=False),
+    doc.Field("trace", Said("trace"), "text", is_shown=False),
+    doc.Field("command", Said("command"), "text", is_shown=False),
+    doc.Field("is_unstable", Said("unstable"), "flag", is_shown=False),
 )
 MOST_WITH_COMMANDS = 2000
 """A page with more trials has no commands and traces: they would be half of its size."""
@@ -322,5 +344,5 @@ def _all_trials(summary: SweepSummary) -> doc.Section:
 
     rows = [[value(row, one.name) for one in _FIELDS] for row in summary.rows]
     tones = {name: outcome_class(name) for name in summary.totals.by_outcome}
-    hint = "Click a heading to sort, or a row to see its reason and command."
-    return doc.Section("All trials", [doc.Records(_FIELDS, rows, "outcome", tones, hint)], "all-trials")
+    hint = Said("Click a heading to sort, or a row to see its reason and command.")
+    return doc.Section(Said("All trials"), [doc.Records(_FIELDS, rows, "outcome", tones, hint)], "all-trials")

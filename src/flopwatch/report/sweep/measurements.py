@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from flopwatch.language import Said, sentences
 from flopwatch.numbers import UNKNOWN, byte_size
 from flopwatch.present import document as doc
 from flopwatch.report.cells import (
@@ -23,7 +24,7 @@ from flopwatch.report.summary import MOST_COLUMNS
 from flopwatch.report.sweep import charts
 
 _ROWS = doc.Most(24, 60, 60)
-_SIZES = (doc.Head("sequence", is_number=True, short="seq"), *doc.numbers("batch"))
+_SIZES = (doc.Head(Said("sequence"), is_number=True, short=Said("seq")), *doc.numbers("batch"))
 
 
 def group_parts(group: Group, metrics: Sequence[ShownMetric], colours: Mapping[str, int]) -> list[doc.Part]:
@@ -47,9 +48,13 @@ def narrowed(group: Group) -> Group:
 
 
 def _matrices(group: Group, metrics: Sequence[ShownMetric]) -> doc.Tabs:
-    columns, rows = [*_SIZES, *doc.numbers(*group.trainers)], list(matrix_rows(group).items())
+    columns, rows = [*_SIZES, *_heads(group.trainers)], list(matrix_rows(group).items())
     tables = [_sized(columns, doc.Lazy(rows, partial(_matrix_cells, one)), one.title) for one in metrics]
-    return doc.Tabs(tables, " ".join(_matrix_notes(group)) if metrics else "")
+    return doc.Tabs(tables, sentences(_matrix_notes(group)) if metrics else "")
+
+
+def _heads(trainers: Sequence[str]) -> list[doc.Head]:
+    return [doc.Head(name, is_number=True) for name in trainers]
 
 
 def matrix_rows(group: Group) -> dict[tuple[int, int], list[TrialCell | None]]:
@@ -73,9 +78,13 @@ _sized = partial(doc.Grid, most=_ROWS, pick=doc.spaced, fixed=len(_SIZES), merge
 """A table whose rows begin with the sequence length and the batch size."""
 
 
-_BOLD = "Bold marks the best value in each privacy class (private, not private, unknown) if it is measurably better."
-_TIMES = "± is half the width of the median's 95 % interval. ~ marks an unstable step time: ignore small differences."
-_ENDINGS = (
+_BOLD = Said(
+    "Bold marks the best value in each privacy class (private, not private, unknown) if it is measurably better."
+)
+_TIMES = Said(
+    "± is half the width of the median's 95 % interval. ~ marks an unstable step time: ignore small differences."
+)
+_ENDINGS = Said(
     "OOM: out of memory. OOM*: not run, because a smaller trial ran out of memory. n/a: the trainer does not support "
     "the model."
 )
@@ -87,11 +96,11 @@ def _matrix_notes(group: Group) -> Iterator[str]:
     if any(outcome_class(cell.outcome) == "oom" or cell.outcome == "unsupported" for cell in group.cells):
         yield _ENDINGS
     if any(cell.seeds > 1 for cell in group.cells):
-        yield "Of several seeds, the time is the geometric mean and the memory the largest."
+        yield Said("Of several seeds, the time is the geometric mean and the memory the largest.")
     if any(cell.is_lower_bound for cell in group.cells):
-        yield "> marks a lower bound: some ops have no FLOPs formula."
+        yield Said("> marks a lower bound: some ops have no FLOPs formula.")
     if group.denominators:
-        yield f"MFU and HFU are shares of {', '.join(group.denominators)}."
+        yield Said("MFU and HFU are shares of {peaks}.", peaks=", ".join(group.denominators))
 
 
 def _frontier(group: Group) -> doc.Grid:
@@ -103,31 +112,34 @@ def _frontier(group: Group) -> doc.Grid:
 
     capacity, notes = device_capacity(group.cells), []
     if capacity:
-        notes.append(f"The device has {byte_size(capacity)}.")
+        notes.append(Said("The device has {size}.", size=byte_size(capacity)))
     if not all(point.is_monotone for point in group.frontier):
-        notes.append("! A batch ran although a smaller one ran out of memory: the limit is unclear.")
-    columns, rows = [_SIZES[0], *doc.numbers(*group.trainers)], doc.Lazy(group.seq_lens, cells)
-    title = "Largest batch that ran (smallest out of memory)"
-    return doc.Grid(columns, rows, title, " ".join(notes), _ROWS, doc.spaced, fits=True)
+        notes.append(Said("! A batch ran although a smaller one ran out of memory: the limit is unclear."))
+    columns, rows = [_SIZES[0], *_heads(group.trainers)], doc.Lazy(group.seq_lens, cells)
+    title = Said("Largest batch that ran (smallest out of memory)")
+    return doc.Grid(columns, rows, title, sentences(notes), _ROWS, doc.spaced, fits=True)
 
 
 def frontier_words(point: FrontierPoint) -> str:
     """Return a memory limit such as `32 (64 OOM)`: batch 32 ran, and batch 64 ran out of memory."""
-    ran = "none ran" if point.largest_ok is None else str(point.largest_ok)
+    ran: str = Said("none ran") if point.largest_ok is None else str(point.largest_ok)
     if point.smallest_oom is None:
         return f"≥ {ran}" if point.largest_ok else ran
     word = outcome_word("oom_inferred" if point.is_inferred else "oom_device")
-    return f"{ran} ({point.smallest_oom} {word})" + ("" if point.is_monotone else " !")
+    limit = Said("{ran} ({size} {outcome})") if point.is_monotone else Said("{ran} ({size} {outcome}) !")
+    return limit.filled(ran=ran, size=point.smallest_oom, outcome=word)
 
 
 def _privacy(group: Group) -> Iterator[doc.Part]:
     if group.privacy_spent:
         columns = [(doc.Head(name, is_number=name != "trainers"), text) for name, text in _PRIVACY.items()]
-        yield table_of(group.privacy_spent, columns, title="Privacy", most=_ROWS, pick=doc.spaced, fits=True)
+        yield table_of(group.privacy_spent, columns, title=Said("Privacy"), most=_ROWS, pick=doc.spaced, fits=True)
         yield doc.Text(
-            "Epsilon is for a whole training with these settings, computed by Opacus's accountant and rounded up. It "
-            "holds if each logical batch is drawn by Poisson sampling. The trials themselves train on random data, so "
-            "they spend no privacy.",
+            Said(
+                "Epsilon is for a whole training with these settings, computed by Opacus's accountant and rounded up. "
+                "It holds if each logical batch is drawn by Poisson sampling. The trials themselves train on random "
+                "data, so they spend no privacy."
+            ),
             "note",
         )
         batches: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -135,22 +147,27 @@ def _privacy(group: Group) -> Iterator[doc.Part]:
             if row.spent.note:
                 batches[row.spent.note, ", ".join(row.trainers)].append(str(row.batch_size))
         for (note, trainers), sizes in batches.items():
-            yield doc.Text(f"Batch {', '.join(dict.fromkeys(sizes))} of {trainers}: {note}.", "note")
+            of_batches = Said("Batch {sizes} of {trainers}: {note}.")
+            yield doc.Text(
+                of_batches.filled(sizes=", ".join(dict.fromkeys(sizes)), trainers=trainers, note=note), "note"
+            )
     elif any(cell.privacy == "private" and cell.outcome == "ok" for cell in group.cells):
         yield doc.Text(
-            "To see the epsilon that a training would spend, add `privacy: {dataset_size: N, epochs: M}` to the "
-            "matrix.",
+            Said(
+                "To see the epsilon that a training would spend, add `{setting}` to the matrix.",
+                setting="privacy: {dataset_size: N, epochs: M}",
+            ),
             "note",
         )
 
 
 _PRIVACY: Mapping[str, Callable[[PrivacyRow], str]] = {
-    "batch": lambda row: str(row.batch_size),
-    "noise": lambda row: UNKNOWN if row.spent.noise_multiplier is None else f"{row.spent.noise_multiplier:.4g}",
-    "sampling rate": lambda row: f"{row.spent.sample_rate:.4g}",
-    "steps": lambda row: f"{row.spent.steps:,}",
-    "delta": lambda row: f"{row.spent.delta:.3g}",
-    "accountant": lambda row: row.spent.accountant,
-    "epsilon": lambda row: epsilon_text(row.spent.epsilon),
-    "trainers": lambda row: ", ".join(row.trainers),
+    Said("batch"): lambda row: str(row.batch_size),
+    Said("noise"): lambda row: UNKNOWN if row.spent.noise_multiplier is None else f"{row.spent.noise_multiplier:.4g}",
+    Said("sampling rate"): lambda row: f"{row.spent.sample_rate:.4g}",
+    Said("steps"): lambda row: f"{row.spent.steps:,}",
+    Said("delta"): lambda row: f"{row.spent.delta:.3g}",
+    Said("accountant"): lambda row: row.spent.accountant,
+    Said("epsilon"): lambda row: epsilon_text(row.spent.epsilon),
+    Said("trainers"): lambda row: ", ".join(row.trainers),
 }
