@@ -311,7 +311,7 @@ def _environments(environments: Sequence[Environment]) -> doc.Section:
         return [f"{one.trials:,}", ", ".join(f"{name} {value}" for name, value in one.settings.items())]
 
     table = doc.Grid((*doc.numbers("trials"), Said("environment")), doc.Lazy(environments, cells))
-    return doc.Section("Environment", [table], "environment")
+    return doc.Section(Said("Environment"), [table], "environment")
 
 
 _FIELDS = (
