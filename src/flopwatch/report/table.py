@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
@@ -12,7 +12,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_type_hints
 
-from flopwatch.optional import require_package
 from flopwatch.records.settings import REPORTED
 from flopwatch.records.trial import Measured, TrialResult, TrialSpec
 from flopwatch.report.capture import Capture, capture_sweep
@@ -176,39 +175,19 @@ COLUMNS = tuple(
 """The columns of every table. Columns `options.NAME` and then `extra.NAME` follow, each sorted by name."""
 
 
-_PANDAS_TYPES: Mapping[Kind, str] = {"text": "object", "integer": "Int64", "number": "float64", "flag": "boolean"}
-MOST_INTEGER = 2**63 - 1
-"""An integer column with a larger value becomes a column of floats. FLOPs of the largest models can be larger."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Table(Sequence[dict[str, Any]]):
     """The rows of a sweep as a sequence of dicts, so that `pandas.DataFrame(table)` works.
 
     Attributes:
         rows: One dict per trial, in the order of the plan, with all columns; unknown values are None.
-        kinds: The kind of each column: `text`, `integer`, `number` or `flag`.
+        columns: The names of the columns in order. `flopwatch.report.COLUMNS` explains them.
         troubles: One sentence for each damaged part of the folder; the rows do not contain that part.
     """
 
     rows: tuple[dict[str, Any], ...]
-    kinds: Mapping[str, Kind] = field(repr=False)
+    columns: tuple[str, ...] = field(repr=False)
     troubles: tuple[str, ...] = ()
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The names of the columns in order. `flopwatch.report.COLUMNS` explains them."""
-        return tuple(self.kinds)
-
-    def to_pandas(self) -> Any:
-        """Return a `pandas.DataFrame` with typed columns. Integers and flags have nullable types for unknown values.
-
-        Raises:
-            MissingDependencyError: pandas is not installed.
-        """
-        pandas = require_package("pandas", "to_pandas()", "; without it, iterate over the table")
-        frame = pandas.DataFrame(list(self.rows), columns=list(self.columns), dtype=object)
-        return frame.astype({name: _PANDAS_TYPES[kind] for name, kind in self.kinds.items()})
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -225,7 +204,7 @@ def load(folder: str | PathLike[str]) -> Table:
 
     table = report.load("flopwatch-sweep")
     fastest = max(table, key=lambda row: row["tokens_per_s"] or 0)
-    frame = table.to_pandas()
+    frame = pandas.DataFrame(table)  # with pandas imported
     ```
 
     Only `ok` trials have measured values. Unknown values, NaN and infinity are None.
@@ -244,7 +223,7 @@ def make_table(capture: Capture) -> Table:
     for name, spec, result in capture.trials():
         ok = result.measured if result and result.outcome == "ok" else None
         trials.append(Trial(spec, make_cell(name, spec, result, spec.trainer), result, ok))
-    kinds: dict[str, Kind] = {column.name: column.kind for column in COLUMNS}
+    columns = [column.name for column in COLUMNS]
     rows = [{one.name: _value(one.read(trial), one.kind, one.may_be_infinite) for one in COLUMNS} for trial in trials]
     for prefix, read in (("options", _at("spec.options")), ("extra", _at("result.measured.extra"))):
         added = [
@@ -252,18 +231,10 @@ def make_table(capture: Capture) -> Table:
             for named in (read(trial) or {} for trial in trials)
         ]
         for name in sorted({name for values in added for name in values}):
-            kinds[name] = _kind_of(values.get(name) for values in added)
+            columns.append(name)
             for row, values in zip(rows, added, strict=True):
                 row[name] = values.get(name)
-    for name, kind in kinds.items():
-        if kind == "integer" and any(abs(row[name] or 0) > MOST_INTEGER for row in rows):
-            kinds[name] = "number"
-    return Table(tuple(rows), kinds, capture.troubles)
-
-
-def _kind_of(values: Iterable[Any]) -> Kind:
-    kinds = {_KINDS.get(type(value), "text") for value in values if value is not None}
-    return kinds.pop() if len(kinds) == 1 else "number" if kinds == {"integer", "number"} else "text"
+    return Table(tuple(rows), tuple(columns), capture.troubles)
 
 
 def _value(value: Any, kind: Kind, may_be_infinite: bool = False) -> Any:
