@@ -37,7 +37,7 @@ def checked(settings):
         ({"device": "tpu9"}, "there is no device 'tpu9'"),
         ({"options": {"lrr": 1}}, "Did you mean 'lr'?"),
         ({"exclude": [""]}, "would remove all trials"),
-        ({"exclude": ["options.typo=1"]}, "`exclude` names 'options.typo', which no trial has"),
+        ({"exclude": ["options.typo=1"]}, "`exclude` names options.typo=1, which no trial has"),
         ({"exclude": ["trainer=ghst"]}, "did you mean 'ghost'?"),
         ({"exclude": ["batch_size=61"]}, "`exclude` names batch_size=61, which no trial has"),
         ({"exclude": [{"checkpointing": True, "trainer": "standard"}]}, "`exclude` names checkpointing=True, which no"),

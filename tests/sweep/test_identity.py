@@ -58,8 +58,8 @@ def test_on_a_cluster_this_hosts_devices_are_not_part_of_it():
 
 def test_settings_on_the_command_line_change_only_what_they_name(tmp_path):
     file = tmp_path / "m.yaml"
-    file.write_text("limits: {memory: 4GiB, wall_seconds: 60}\noptions: {noise_multiplier: 0.5}\n")
-    (spec, *_) = expand(read_matrix(file, parse_overrides(["options.lr=1e-3", "limits.wall_seconds=100"])))
+    file.write_text("memory: 4GiB\ntimeout: 60\noptions: {noise_multiplier: 0.5}\n")
+    (spec, *_) = expand(read_matrix(file, parse_overrides(["options.lr=1e-3"]) | {"timeout": "100s"}))
     assert (spec.limits.memory_bytes, spec.limits.wall_seconds) == (4 * 2**30, 100)
     assert spec.options == {"noise_multiplier": 0.5, "lr": 0.001}
 

@@ -117,8 +117,8 @@ def sweep(
 ) -> None:
     """Measure every trial of a matrix, each in its own process. Run the same command again to resume.
 
-    The first Ctrl-C finishes running trials and starts no more; the second ends running trials. `flopwatch watch DIR`
-    shows a sweep that runs in another terminal.
+    Several values of a setting are separated by commas: --batch-size 4,8. The first Ctrl-C finishes running trials and
+    starts no more; the second ends running trials. `flopwatch watch DIR` shows a sweep that runs in another terminal.
     """
     given = locals()
     from flopwatch.cli.trials.sweep_run import run_command

@@ -3,15 +3,13 @@
 import os
 import shlex
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.status import Status
-from rich.text import Text
 
 from flopwatch.cli import print_json, say
 from flopwatch.cli.streams import lasting_output
@@ -30,6 +28,7 @@ from flopwatch.records.sweep_results import (
     read_trial_list,
 )
 from flopwatch.records.trial import TrialJob, TrialResult, TrialSpec, content_key
+from flopwatch.records.trial_files import log_file
 from flopwatch.report.cells import epsilon_text
 from flopwatch.report.problems import above_peak
 from flopwatch.sweep.attempts import is_worse, put_aside, put_back
@@ -44,7 +43,6 @@ from flopwatch.sweep.folder import (
     write_trial_list,
 )
 from flopwatch.sweep.host.environment import fingerprint
-from flopwatch.sweep.progress import read_progress
 from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import STOPPED, check_unchanged
 from flopwatch.sweep.spec.matrix import expand, layered, read_matrix
@@ -88,12 +86,12 @@ def run_fit(words: list[str] | None, output: Path, max_batch: int, as_json: bool
     with lasting_output():
         if reason and not as_json:
             say(reason)
-        with PhaseStatus(lambda trial: f"batch {trial.spec.batch_size}", quiet=as_json) as status:
+        with Interrupts() as interrupts:
             found = fit_batch(
                 output,
                 spec,
-                status,
-                stop=status.stop,
+                interrupts,
+                stop=interrupts.stop,
                 max_batch=max_batch,
                 on_probe=lambda probe: None if as_json else say(probe_line(probe)),
             )
@@ -102,7 +100,7 @@ def run_fit(words: list[str] | None, output: Path, max_batch: int, as_json: bool
         else:
             print_found(found, max_batch)
             click.echo(f"flopwatch report {shlex.quote(str(output))}")
-    if status.stop.kill:
+    if interrupts.stop.kill:
         raise SystemExit(STOPPED)
     if found.stopped or found.largest is None:
         raise SystemExit(1)
@@ -162,9 +160,10 @@ def _supervised(folder: Path, spec: TrialSpec, name: str | None, *, quiet: bool)
         aside = put_aside(folder, name) if has_begun(folder, name) else ""
         prepare(placed)
         write_trial_list(folder, [placed], "trial")
-        with PhaseStatus(lambda trial: trial.name, quiet=quiet) as status:
-            status.started(placed)
-            result = supervise(folder, name, cancel=lambda: status.why_stopped(placed))
+        if not quiet:
+            say(f"{one_line(name)}: its log is {one_line(str(log_file(folder, name)))}", err=True)
+        with Interrupts() as interrupts:
+            result = supervise(folder, name, cancel=interrupts.why_stopped)
         if earlier is not None and is_worse(result, earlier):
             place = put_back(folder, name, aside)
             return result, f"The earlier result ({earlier.outcome}) was kept; this attempt is in {folder / place}"
@@ -172,18 +171,13 @@ def _supervised(folder: Path, spec: TrialSpec, name: str | None, *, quiet: bool)
     return result, ""
 
 
-class PhaseStatus:
-    """Shows the phases of trials below a name if stderr is a terminal, and catches SIGINT, SIGTERM and SIGHUP.
+class Interrupts:
+    """Catches SIGINT, SIGTERM and SIGHUP while trials run. It observes them; after a signal, its `stop` ends them."""
 
-    It observes trials; after a signal, its `stop` ends the running ones.
-    """
+    def __init__(self) -> None:
+        self._asked, self.stop = "", Stop()
 
-    def __init__(self, named: Callable[[Trial], str], *, quiet: bool) -> None:
-        self._named, self._asked, self.stop = named, "", Stop()
-        console = Console(stderr=True)
-        self._status: Status | None = None if quiet or not console.is_terminal else console.status("")
-
-    def __enter__(self) -> "PhaseStatus":
+    def __enter__(self) -> "Interrupts":
         words = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
         def note(number: int, frame: object) -> None:
@@ -193,28 +187,18 @@ class PhaseStatus:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.ended()
         for one, handler in self._before.items():
             signal.signal(one, handler)
 
-    def started(self, trial: Trial) -> None:
-        if self._status is not None:
-            self._status.update(Text(f"{one_line(self._named(trial))}: start"))
-            self._status.start()
+    def started(self, trial: Trial) -> None: ...
 
-    def ended(self, result: TrialResult | None = None) -> None:
-        if self._status is not None:
-            self._status.stop()
+    def ended(self, result: TrialResult) -> None: ...
 
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
         self.stop.kill = bool(self._asked)
-        if self._status is not None:
-            words = [f"{self._named(trial)}: {read_progress(trial.folder).text}" for trial in running.values()]
-            self._status.update(Text(one_line(", ".join(words) or engine_state, 200)))
 
-    def why_stopped(self, trial: Trial) -> str | None:
-        """Show the phase of the trial; return the reason to end it, or None before a signal."""
-        self.ticked({trial.name: trial}, 0, "")
+    def why_stopped(self) -> str | None:
+        """The reason to end the trial, or None before a signal."""
         return self._asked or None
 
 

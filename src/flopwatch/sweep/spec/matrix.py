@@ -24,14 +24,12 @@ from flopwatch.sweep.spec.parsing import (
     parse_bytes,
     parse_condition,
     parse_seconds,
-    process_points,
 )
 from flopwatch.sweep.trainers.privacy import PrivacySettings, check_privacy_used
 from flopwatch.text import cut, first_line
 
 MOST_TRIALS = 100_000  # a matrix with more trials is more likely a typo than a sweep of many months
 _MOST_MISTAKES = 2
-_LARGEST_FILE = 16 << 20  # 100,000 lines of YAML are a few MiB
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -184,15 +182,9 @@ def _read_file(file: Path | None) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        with file.open("rb") as stream:  # may be a pipe, such as `<(...)` of a shell
-            text = stream.read(_LARGEST_FILE + 1)
-        if len(text) > _LARGEST_FILE:
-            raise InputError(f"{file} has more than {_LARGEST_FILE >> 20} MiB, too much for a matrix; name a YAML file")
-        content = yaml.load(text.decode("utf-8"), _Loader)
+        content = yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise InputError(f"cannot read the matrix {file}: {error.strerror}; name a YAML file") from None
-    except InputError:
-        raise
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or a date such as 2026-13-45
         mark = getattr(error, "problem_mark", None)
         what = first_line(error) if mark is None else f"{getattr(error, 'problem', None)} in line {mark.line + 1}"
@@ -278,7 +270,8 @@ def _axes(matrix: Matrix) -> dict[str, Sequence[Any]]:
     axes["entry"] = [
         (entry.model_copy(update={"options": own}), *names) for entry, *names in entries for own in _each(entry.options)
     ]
-    axes["place"] = process_points(matrix.processes, matrix.layout)
+    places = itertools.product(matrix.processes, matrix.layout or ["ddp"])
+    axes["place"] = list(dict.fromkeys((number, layout if number > 1 else None) for number, layout in places))
     axes["options"] = _each(matrix.options)
     if matrix.repeats > 1:
         if "seed" in matrix.model_fields_set:

@@ -5,7 +5,6 @@ Loads neither pydantic nor torch, because the runner and the worker import it to
 
 import contextlib
 import difflib
-import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -215,34 +214,23 @@ def _holds(spec: TrialSpec, name: str, comparison: str, value: str) -> bool:
 
 
 def check_conditions(conditions: Sequence[Condition], specs: Sequence[TrialSpec]) -> None:
-    """Raise InputError for a name or value that no trial has, because it would silently exclude nothing."""
+    """Raise InputError for a value that no trial has, because it would silently exclude nothing.
+
+    Known trainers, models, dtypes and devices may be absent, because a file may be used for some of them only.
+    """
     for name, comparison, value in (part for condition in conditions for part in condition.parts):
-        if name.startswith("options."):
-            known = {f"options.{option}" for spec in specs for option in spec.options}
-            if name not in known:
-                raise InputError(f"`exclude` names {name!r}, which no trial has{did_you_mean(name, sorted(known))}")
-        elif name in _KNOWN:
-            known = {str(getattr(spec, name)) for spec in specs} | set(_KNOWN[name])
-            is_trainer = name == "trainer"
-            if is_trainer:
-                known |= {spec.label for spec in specs}
-            is_known = value in known or (is_trainer and _canonical(value))
-            if not is_known and (is_trainer or difflib.get_close_matches(value, known, n=1)):
-                hint = did_you_mean(value, sorted(known))
-                raise InputError(f"`exclude` names the {name} {value!r}, which no trial has{hint}")
-        # A file may be used for some of its trainers, models, dtypes and devices only.
-        may_be_absent = not specs or name == "trainer" or value in _KNOWN.get(name, ())
-        if comparison == "=" and not (may_be_absent or any(_holds(spec, name, "=", value) for spec in specs)):
-            raise InputError(
-                f"`exclude` names {name}={value}, which no trial has; correct it, or delete that condition"
-            )
+        is_known = value in _KNOWN.get(name, ()) or (name == "trainer" and _canonical(value))
+        if comparison != "=" or not specs or is_known or any(_holds(spec, name, "=", value) for spec in specs):
+            continue
+        near = difflib.get_close_matches(value, _KNOWN.get(name, ()), n=1)
+        advice = f"did you mean {near[0]!r}?" if near else "correct it, or delete that condition"
+        raise InputError(f"`exclude` names {name}={value}, which no trial has; {advice}")
 
 
 def _canonical(trainer: str) -> str | None:
-    try:
+    with contextlib.suppress(InputError):
         return canonical_trainer(trainer)[0]
-    except InputError:
-        return None
+    return None
 
 
 _KNOWN = {
@@ -251,19 +239,6 @@ _KNOWN = {
     "dtype": ("fp32", "bf16", "fp16"),
     "device": ("cpu", "cuda"),
 }
-
-
-LAYOUTS = ("ddp", "fsdp")
-
-
-def process_points(processes: Sequence[int], layouts: Sequence[str]) -> list[tuple[int, str | None]]:
-    """Every combination of processes and layouts; a trial of one process has no layout.
-
-    >>> process_points([1, 2], ["ddp", "fsdp"])
-    [(1, None), (2, 'ddp'), (2, 'fsdp')]
-    """
-    points = itertools.product(processes, layouts or ["ddp"])
-    return list(dict.fromkeys((number, layout if number > 1 else None) for number, layout in points))
 
 
 def needs_one_process(spec: TrialSpec) -> str | None:
@@ -277,8 +252,6 @@ def needs_one_process(spec: TrialSpec) -> str | None:
 
 
 def check_processes(spec: TrialSpec) -> None:
-    if spec.layout is not None and spec.layout not in LAYOUTS:
-        raise InputError(f"`layout` must be {' or '.join(LAYOUTS)}, got {spec.layout!r}")
     if spec.runs_torchrun and spec.batch_size % spec.processes:
         raise InputError(
             f"{spec.processes} processes cannot share a batch of {spec.batch_size} samples, which is the batch of "
