@@ -152,8 +152,15 @@ def test_a_driver_that_dies_is_replaced_and_only_what_had_not_begun_runs_in_anot
     wait_until(lambda: not engine.wait(0.1) and len(list(tmp_path.glob("ran-*"))) == 4, "four run")
     begun = {file.name.removeprefix("ran-") for file in tmp_path.glob("ran-*")}
     engine._driver.kill()
+    told, evidence = "1 node, 2 with Ray, 2 of them placed again after RayDriverEnded", {}
+
+    def is_told():
+        evidence.update({end.name: end.evidence for end in engine.wait(0.1)})
+        return engine.state() == told
+
+    wait_until(is_told, "it is told", 60)
     (tmp_path / "go").touch()
-    evidence = contract.run_all_placed(engine, trials)
+    evidence |= contract.run_all_placed(engine, [trial for trial in trials if trial.name not in evidence])
     engine.close()
     assert {name for name, found in evidence.items() if "exit_code" not in found} == begun
     for trial in trials:

@@ -216,14 +216,15 @@ class RayEngine:
     def cancel(self) -> None:
         self._is_cancelled = True
         self.end(list(self._tasks))
-        for task in self._placed():
-            if not task.is_placed:
-                task.evidence = _CANCELLED
+        for task in [task for task in self._placed() if not task.is_placed]:
+            task.evidence = _CANCELLED
 
     def state(self) -> str:
         if self._trouble:
             return f"Ray has not answered for {time.monotonic() - self._answered:.0f} s: {self._trouble}"
-        return f"{plural(len(self._nodes or ()), 'node')}{self._lacks}, {len(self._placed())} with Ray"
+        again = [task.lost_by for task in self._placed() if task.lost_by]
+        retold = f", {len(again)} of them placed again after {again[-1]}" if again else ""
+        return f"{plural(len(self._nodes or ()), 'node')}{self._lacks}, {len(self._placed())} with Ray{retold}"
 
 
 def drive(pipe: "Connection[Any, Any]", address: str) -> None:
@@ -283,8 +284,7 @@ def run_trial(sweep: str, name: str, attempt: str, cwd: str, environment: Mappin
         check=False,
     )
     status, printed = done.returncode, done.stdout.decode(errors="replace")[-4000:]
-    is_signal = status < 0 or status > 128  # a shell adds 128 to the number of a signal
-    ended = {"signal": abs(status) % 128} if is_signal else {"exit_code": status}
+    ended = {"exit_code": status} if 0 <= status <= 128 else {"signal": abs(status) % 128}  # a shell adds 128
     return {"host": os.uname().nodename, **ended, "log": printed}
 
 
