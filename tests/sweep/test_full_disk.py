@@ -162,13 +162,13 @@ def test_a_supervisor_that_waits_for_space_is_seen_in_the_output_and_by_a_viewer
         fill(disk)
         (tmp_path / "full").touch()
         told = runner.stdout.readline() if select.select([runner.stdout], [], [], 20.0)[0] else ""
-        wait_until(lambda: "No space" in follower.runner().engine_state, "a viewer sees that it waits", 20.0)
+        wait_until(lambda: "no space is left" in follower.runner().engine_state, "a viewer sees that it waits", 20.0)
     finally:
         free(disk)
     output = ended(runner)
     assert runner.returncode == 0, output
-    assert told == f"waiting: No space left on device ({disk}/s/trials/Command_bs1_seq8)\n"
-    assert "No space" not in output
+    assert told == f"waiting: no space is left on the disk of {disk}/s; trials go on when there is\n"
+    assert "no space" not in output
 
 
 def test_output_to_a_file_on_a_full_disk_goes_on_when_there_is_space(disk):

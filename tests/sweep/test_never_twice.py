@@ -1,8 +1,7 @@
-"""Whoever is killed, a trial never runs twice at once and leaves no process: claims, guards, tokens, signs of life."""
+"""Whoever is killed, a trial never runs twice at once and leaves no process: claims, guards, signs of life."""
 
-import errno
-import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,14 +16,13 @@ from flopwatch.errors import InputError
 from flopwatch.files import read_json, write_json
 from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialResult, TrialSpec
-from flopwatch.records.trial_files import RUNNERS, STARTED, SUPERVISOR_HEARTBEAT, log_file, trial_folder
-from flopwatch.sweep import lease as leases
+from flopwatch.records.trial_files import RUNNERS, STARTED, log_file, trial_folder
+from flopwatch.sweep import claim as claims
+from flopwatch.sweep.claim import Claim, own_identity, trial_claim, visible_seconds
 from flopwatch.sweep.engines.protocol import Ended
-from flopwatch.sweep.folder import Trial, held_folder, own_result, prepare, result_file, runner_lease
+from flopwatch.sweep.folder import FolderGoneError, Trial, check_held, held_folder, own_result, prepare, result_file
 from flopwatch.sweep.host.memory import group_places, limit_memory
-from flopwatch.sweep.lease import Lease, create_exclusively, own_identity, trial_lease, visible_seconds
 from flopwatch.sweep.runner.endings import Endings
-from flopwatch.sweep.supervisor import supervise as supervisor
 from flopwatch.sweep.supervisor.guard import group_name
 from flopwatch.testing import FakeClock
 from support.sweeping import left_behind
@@ -141,26 +139,6 @@ def test_whoever_carries_a_trials_variable_and_started_us_is_spared(sweep):
     assert own_result(sweep, "one").outcome == "ok"
 
 
-def test_a_stopped_supervisor_is_killed_by_its_guard_with_the_whole_tree(sweep, monkeypatch):
-    monkeypatch.setattr(supervisor, "_GUARD_PATIENCE_SECONDS", 1.0)
-    trial = ready(sweep, TREE, Limits(1.0, None))
-    child = os.fork()
-    if not child:
-        try:
-            supervisor.main([str(sweep), trial.name])
-        finally:
-            os._exit(0)
-    file = folder_of(trial) / "pid"
-    wait_until(lambda: file.exists() and file.read_text().strip(), "the trial began")
-    watching = psutil.Process(int(file.read_text()))
-    watching.suspend()
-    tree = watching.children(recursive=True)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert alive([watching, *tree]) == []
-    (told,) = Endings().certain([Ended("one", {"signal": 9})], {"one": trial})
-    assert "did not respond for" in told.evidence["stuck"]
-
-
 def test_a_late_supervisor_of_an_earlier_attempt_leaves(sweep, monkeypatch):
     monkeypatch.setenv("FLOPWATCH_VISIBLE_SECONDS", "0.5")
     trial = ready(sweep, "echo ran")
@@ -172,18 +150,10 @@ def test_a_late_supervisor_of_an_earlier_attempt_leaves(sweep, monkeypatch):
     assert log_file(sweep, "one").read_text() == "ran\n"
 
 
-@pytest.mark.parametrize("given", ["abc", "-1", "nan", "inf"])
-def test_a_wrong_time_until_files_are_visible_is_told_once_and_the_default_is_used(monkeypatch, capfd, given):
-    monkeypatch.setenv("FLOPWATCH_VISIBLE_SECONDS", given)
-    assert [visible_seconds(), visible_seconds()] == [90.0, 90.0]
-    told = f"flopwatch: FLOPWATCH_VISIBLE_SECONDS='{given}' is not a number of seconds, 0 or more; using 90\n"
-    assert capfd.readouterr().err == told
-
-
 def test_what_was_withdrawn_nobody_starts(sweep):
     trial = ready(sweep, "echo ran")
-    assert trial_lease(folder_of(trial)).withdraw()
-    assert trial_lease(folder_of(trial)).withdraw(), "twice is once"
+    assert trial_claim(folder_of(trial)).withdraw()
+    assert trial_claim(folder_of(trial)).withdraw(), "twice is once"
     assert start(trial).wait(60) == 0
     assert not log_file(sweep, "one").exists()
 
@@ -192,7 +162,7 @@ def test_what_runs_is_neither_withdrawn_nor_prepared_again(sweep):
     trial = ready(sweep, TREE)
     guard, watching, tree = started_tree(trial)
     try:
-        assert not trial_lease(folder_of(trial)).withdraw()
+        assert not trial_claim(folder_of(trial)).withdraw()
         with pytest.raises(InputError, match="still runs"):
             prepare(trial)
     finally:
@@ -219,57 +189,9 @@ def test_a_supervisor_that_was_given_up_stops_and_writes_nothing(sweep):
     assert not result_file(sweep, "one").exists()
 
 
-@pytest.mark.parametrize("has_links", [True, False])
-def test_of_many_who_claim_at_once_one_gets_it(tmp_path, monkeypatch, has_links):
-    if not has_links:
-
-        def refuse(source, target):
-            raise OSError(errno.EPERM, "no links on this file system")
-
-        monkeypatch.setattr(leases.os, "link", refuse)
-    won, gate = [], threading.Barrier(8)
-
-    def take(number):
-        gate.wait()
-        won.extend(turn for turn in range(20) if create_exclusively(tmp_path / f"claim{turn}", {"by": number}))
-
-    threads = [threading.Thread(target=take, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(won) == list(range(20))
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"claim{turn}" for turn in range(20))
-
-
-def beats(lease, state="alive"):
-    """A heartbeat of whoever holds the lease."""
-    count = (read_json(lease.heartbeat) or {"beats": 0})["beats"] + 1
-    lease.heartbeat.write_text(json.dumps({"beats": count, "state": state}))
-
-
 def elsewhere():
     """A process of a host that is not this one."""
     return {**own_identity(), "boot_id": "another", "host": "far"}
-
-
-def test_life_on_another_host_is_a_sign_that_changes_by_the_readers_clock(tmp_path, monkeypatch):
-    monkeypatch.setattr(leases, "own_identity", elsewhere)
-    clock = FakeClock()
-    lease = Lease(tmp_path / STARTED, tmp_path / SUPERVISOR_HEARTBEAT, clock)
-    assert lease.take({"attempt": "a"})
-    assert not lease.take({"attempt": "b"}), "once"
-    assert lease.holder().life == "unknown"
-    for _ in range(5):
-        beats(lease)
-        os.utime(tmp_path / SUPERVISOR_HEARTBEAT, (1, 1))  # its clock says 1970
-        assert lease.holder().life == "alive"
-        clock.advance(80.0)
-        assert lease.holder().life == "alive", "less than the patience"
-    clock.advance(20.0)
-    assert lease.holder().life == "gone", "silent for 100 s"
-    beats(lease, "ended")
-    assert lease.holder().life == "gone", "it said that it left"
 
 
 def test_the_patience_is_longer_than_an_attribute_cache():
@@ -277,11 +199,11 @@ def test_the_patience_is_longer_than_an_attribute_cache():
 
 
 def test_a_result_that_comes_into_sight_late_is_no_loss(sweep, monkeypatch):
-    monkeypatch.setattr(leases, "own_identity", elsewhere)
+    monkeypatch.setattr(claims, "own_identity", elsewhere)
     trial, clock = ready(sweep), FakeClock()
-    lease = trial_lease(trial.folder)
-    assert lease.take({"attempt": read_json(folder_of(trial) / "spec.json")["attempt"]})
-    lease.end()
+    claim = trial_claim(trial.folder)
+    assert claim.take(attempt=read_json(folder_of(trial) / "spec.json")["attempt"])
+    claim.clock = clock
     late = Endings(clock)
     assert late.certain([Ended("one")], {"one": trial}) == []
     clock.advance(60.0)
@@ -303,16 +225,16 @@ def test_a_trial_nobody_began_is_told_at_once_and_can_no_longer_begin(sweep):
 
 def test_a_supervisor_without_a_sign_of_life_is_ended_after_its_limits_and_our_patience(sweep):
     trial, clock, ended = ready(sweep, limits=Limits(90.0, None)), FakeClock(), []
-    lease = trial_lease(trial.folder)
-    lease.clock = clock
-    assert lease.take({"attempt": "a"})
+    claim = trial_claim(trial.folder)
+    claim.clock = clock
+    assert claim.take(attempt="a")
 
     class Engine:
         end = staticmethod(ended.extend)
 
     endings = Endings()
-    for _ in range(100):
-        lease.beat()
+    for second in range(100):
+        os.utime(claim.file, (second, second))
         endings.end_silent(Engine(), {"one": trial})
         clock.advance(10.0)
     assert ended == [], "as long as it beats it may take what it takes"
@@ -321,14 +243,14 @@ def test_a_supervisor_without_a_sign_of_life_is_ended_after_its_limits_and_our_p
         clock.advance(10.0)
     assert ended == ["one"], "once"
     (told,) = endings.certain([Ended("one")], {"one": trial}, is_patient=False)
-    assert "wrote no heartbeat for 19" in told.evidence["stuck"]
+    assert "showed no sign of life for 19" in told.evidence["stuck"]
 
 
 def test_the_time_in_the_queue_is_no_silence_of_the_supervisor_that_starts_then(sweep, monkeypatch):
-    monkeypatch.setattr(leases, "own_identity", elsewhere)
+    monkeypatch.setattr(claims, "own_identity", elsewhere)
     trial, clock, ended = ready(sweep, limits=Limits(90.0, None)), FakeClock(time.monotonic()), []
-    lease = trial_lease(trial.folder)
-    lease.clock = clock
+    claim = trial_claim(trial.folder)
+    claim.clock = clock
 
     class Engine:
         end = staticmethod(ended.extend)
@@ -337,13 +259,13 @@ def test_the_time_in_the_queue_is_no_silence_of_the_supervisor_that_starts_then(
     for _ in range(100):  # queued for longer than the patience
         endings.end_silent(Engine(), {"one": trial})
         clock.advance(10.0)
-    assert lease.take({"attempt": "a"})  # its heartbeat is not visible yet
+    assert claim.take(attempt="a")
     endings.end_silent(Engine(), {"one": trial})
-    assert lease.holder().life == "unknown"
+    assert claim.holder().life == "unknown"
     clock.advance(10.0)
-    lease.beat()
+    os.utime(claim.file)
     endings.end_silent(Engine(), {"one": trial})
-    assert lease.holder().life == "alive"
+    assert claim.holder().life == "alive"
     assert ended == []
 
 
@@ -356,55 +278,90 @@ def test_a_folder_whose_runner_died_here_is_taken_at_once(tmp_path):
         assert time.monotonic() - began < 30
 
 
-@pytest.mark.slow
-def test_a_silent_runner_of_another_host_is_replaced_and_a_living_one_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLOPWATCH_VISIBLE_SECONDS", "2")
+@pytest.mark.parametrize("given", ["abc", "-1", "nan", "inf"])
+def test_a_wrong_time_until_files_are_visible_is_refused(monkeypatch, given):
+    monkeypatch.setenv("FLOPWATCH_VISIBLE_SECONDS", given)
+    with pytest.raises(InputError, match=f"FLOPWATCH_VISIBLE_SECONDS='{given}' is not a number of seconds"):
+        visible_seconds()
+
+
+def test_of_many_who_claim_at_once_one_gets_it(tmp_path):
+    won, gate = [], threading.Barrier(8)
+
+    def take(number):
+        gate.wait()
+        won.extend(turn for turn in range(20) if Claim(tmp_path / f"claim{turn}").take(by=number))
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(won) == list(range(20))
+
+
+def test_life_on_another_host_is_a_file_that_is_touched_by_the_readers_clock(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "own_identity", elsewhere)
+    clock = FakeClock()
+    claim = Claim(tmp_path / STARTED, clock)
+    assert claim.take(attempt="a")
+    assert not claim.take(attempt="b"), "once"
+    assert claim.holder().life == "unknown"
+    for second in range(5):
+        os.utime(tmp_path / STARTED, (second, second))  # its clock says 1970
+        assert claim.holder().life == "alive"
+        clock.advance(80.0)
+        assert claim.holder().life == "alive", "less than the patience"
+    clock.advance(20.0)
+    assert [claim.holder().life, claim.holder().life] == ["gone", "gone"], "silent for 100 s"
+    claim.beat()
+    assert claim.holder().life == "alive"
+
+
+def test_who_holds_a_claim_touches_it_and_who_lost_it_does_not(tmp_path):
+    claim, next_one = Claim(tmp_path / "claim"), Claim(tmp_path / "claim")
+    assert claim.take()
+    os.utime(claim.file, (5, 5))
+    assert claim.beat()
+    assert claim.file.stat().st_mtime > 5
+    claim.file.unlink()
+    assert claim.owner() == "nobody", "a trial may delete its own files"
+    assert next_one.take()
+    os.utime(claim.file, (5, 5))
+    claim._next_beat = 0.0
+    assert (claim.beat(), claim.owner(), claim.file.stat().st_mtime) == (False, "another", 5)
+    claim.release()
+    assert next_one.owner() == "this process"
+    next_one.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_claim_that_found_no_space_is_not_taken(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(claims.json, "dump", full)
+    with pytest.raises(OSError, match="No space"):
+        Claim(tmp_path / "claim").take()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_another_host_uses_is_refused_with_the_way_to_free_it(tmp_path):
+    """Alive or not: no host takes over what another one may still write."""
     with held_folder(tmp_path / "s"):
         pass
-    write_json(tmp_path / "s" / RUNNERS / "2.runner", {**elsewhere(), "pid": 77})
-    told = []
-    with held_folder(tmp_path / "s", told.append):
+    write_json(tmp_path / "s" / RUNNERS / "1.runner", {**elsewhere(), "pid": 77})
+    told = r"in use by a sweep on another host \(pid 77 on far\).* free the folder with `(rm .*1\.runner)`"
+    with pytest.raises(InputError, match=told) as refused, held_folder(tmp_path / "s", report=pytest.fail):
         pass
-    assert "pid 77 on far; waiting" in told[0]
-    write_json(tmp_path / "s" / RUNNERS / "4.runner", {**elsewhere(), "pid": 78})
-    lease, stop = runner_lease(tmp_path / "s", 4), threading.Event()
-    beating = threading.Thread(target=lambda: [beats(lease) for _ in iter(lambda: stop.wait(0.2), True)])
-    beating.start()
-    try:
-        refused = pytest.raises(InputError, match=r"another sweep is running in .*pid 78 on far.*--output")
-        with refused, held_folder(tmp_path / "s", told.append):
-            pass
-    finally:
-        stop.set()
-        beating.join()
+    subprocess.run(re.search(told, str(refused.value))[1], shell=True, check=True)
+    with held_folder(tmp_path / "s", report=pytest.fail):
+        pass
 
 
-def test_a_runner_that_was_replaced_ends_as_if_killed(tmp_path, monkeypatch):
-    code = "import sys, time; from pathlib import Path; from flopwatch.sweep import folder\n"
-    code += "folder.BEAT_SECONDS = 0.1\n"
-    code += f"with folder.held_folder(Path({str(tmp_path / 's')!r})): print('held', flush=True); time.sleep(60)"
-    runner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert runner.stdout.readline() == b"held\n"
-    write_json(tmp_path / "s" / RUNNERS / "2.runner", elsewhere())
-    _, errors = runner.communicate(timeout=30)
-    assert runner.returncode == 1
-    assert b"on far took over this sweep" in errors
-
-
-def test_a_sign_of_life_is_never_half_of_two(tmp_path):
-    lease = Lease(tmp_path / "claim", tmp_path / "beat")
-    assert lease.take({}, attempt="x" * 32)
-    for _ in range(30):
-        assert lease.beat()
-        assert json.loads((tmp_path / "beat").read_bytes())["state"] == "alive"
-
-
-def test_whose_lease_was_taken_by_another_beats_no_more(tmp_path):
-    lease = Lease(tmp_path / "claim", tmp_path / "beat")
-    assert lease.take({})
-    lease.file.unlink()
-    assert (lease.beat(), lease.owner()) == (True, "nobody"), "a trial may delete its own files"
-    assert Lease(tmp_path / "claim", tmp_path / "beat").take({})
-    assert (lease.beat(), lease.owner()) == (False, "another")
-    lease.end()
-    assert not (tmp_path / "beat").exists()
+def test_a_runner_whose_folder_was_given_to_another_ends(tmp_path):
+    with held_folder(tmp_path / "s"):
+        check_held(tmp_path / "s")
+        write_json(tmp_path / "s" / RUNNERS / "2.runner", elsewhere())
+        with pytest.raises(FolderGoneError, match="given to another sweep"):
+            check_held(tmp_path / "s")

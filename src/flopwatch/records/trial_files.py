@@ -3,11 +3,11 @@
 DIR/
   sweep.json            every trial of the sweep, in the order of the matrix
   results.jsonl         one result per line, appended by the runner as trials end
-  runners/              one numbered file per runner process; only the one with the highest number may write
+  runners/              N.runner: the process that runs the sweep; of several files the one with the highest number
   runner.json           process and progress of the latest runner
   report.html           written by `flopwatch report`
-  trials/NAME/          spec.json, started.json, supervisor.json, heartbeat.json, steps.jsonl, measured.json,
-                        exception.json, stacks.txt, guard.json, strays.json, result.json; metrics.json of a command
+  trials/NAME/          spec.json, started.json, heartbeat.json, steps.jsonl, measured.json, exception.json,
+                        stacks.txt, strays.json, result.json; metrics.json of a command
   logs/NAME.log         what the trial printed; of more than 8 MiB the beginning and the end
   runs/NAME/            TensorBoard scalars and the Kineto trace
   earlier/NAME.1/       an earlier attempt: its trials/NAME, its log as log.txt, its runs/NAME as run
@@ -24,9 +24,9 @@ TRIALS, LOGS, RUNS, EARLIER = "trials", "logs", "runs", "earlier"
 
 SPEC = "spec.json"
 STARTED = "started.json"
-"""Written by the supervisor process that runs the trial, so that no other supervisor starts the same trial."""
-SUPERVISOR_HEARTBEAT = "supervisor.json"
-"""The supervisor's heartbeat; `heartbeat.json` is the worker's."""
+"""Written by the supervisor process that runs the trial, so that no other supervisor starts the same trial.
+
+The supervisor touches it every few seconds; `heartbeat.json` is the worker's."""
 HEARTBEAT = "heartbeat.json"
 STEPS = "steps.jsonl"
 MEASURED = "measured.json"
@@ -36,8 +36,6 @@ METRICS = "metrics.json"
 STACKS = "stacks.txt"
 RANKS = "ranks.json"
 """How the processes of a trial ended that torchrun started."""
-GUARD = "guard.json"
-"""Says why the guard, a second process that monitors the supervisor, killed a supervisor that hung."""
 STRAYS = "strays.json"
 """Processes of the trial that have cleared their environment, so that only their pids identify them."""
 RESULT = "result.json"

@@ -1,7 +1,7 @@
 """Earlier attempts of a trial: their files, which are moved to `earlier/`, their list, and processes that they left.
 
-The list lies in the trial's `spec.json`, so that it survives if the sweep's process is killed, and so that a job that
-Slurm requeues can add to it without that process. Supervisors import this module, so it uses the standard library only.
+The list lies in the trial's `spec.json`, so that it survives if the sweep's process is killed. Supervisors import this
+module, so it uses the standard library only.
 """
 
 import contextlib
@@ -9,29 +9,26 @@ import os
 import shutil
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from flopwatch import process
 from flopwatch.decode import BrokenRecordError, clean_value, read_record
-from flopwatch.files import UnreadableError, load_json, read_object, tail, write_json
-from flopwatch.records.sweep_results import NewerFormatError, read_current, read_result
-from flopwatch.records.trial import UNSETTLED, TrialJob, TrialResult
+from flopwatch.files import read_object, write_json
+from flopwatch.records.trial import UNSETTLED, TrialResult
 from flopwatch.records.trial_files import (
     EARLIER,
     KEPT_LOG,
     KEPT_RUN,
-    RESULT,
     SPEC,
-    STARTED,
     STRAYS,
     log_file,
     run_folder,
     trial_folder,
 )
+from flopwatch.sweep.claim import is_alive_here, own_identity
 from flopwatch.sweep.host.processes import is_marked
-from flopwatch.sweep.lease import is_alive_here, own_identity
 
 Attempt: TypeAlias = Mapping[str, Any]
 """An entry of `TrialResult.earlier_attempts`."""
@@ -111,69 +108,6 @@ def free_name(place: Path) -> Path:
     while os.path.lexists(f"{place}.{number}"):
         number += 1
     return Path(f"{place}.{number}")
-
-
-def slurm_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The Slurm job of this process, and how often Slurm has restarted it; empty outside of Slurm.
-
-    >>> slurm_job({"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "1"})
-    {'job': '12_3', 'restarts': 1, 'node': None}
-    """
-    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
-    job = f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID")
-    if not job:
-        return {}
-    count = environment.get("SLURM_RESTART_COUNT", "0")
-    return {"job": job, "restarts": int(count) if count.isdigit() else 0, "node": environment.get("SLURMD_NODENAME")}
-
-
-def prepare_after_requeue(sweep: Path, name: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Prepare another attempt if Slurm has requeued this job; return False if no attempt is left to run.
-
-    Slurm requeues a job after `scontrol requeue`, preemption or the failure of its node, perhaps after the runner has
-    exited. The restarted job finds its own `started.json`, and often a result that says `cancelled`, because Slurm
-    stopped the first supervisor. If another process has started the trial, this function changes nothing.
-    """
-    job, folder = slurm_job(environment), trial_folder(sweep, name)
-    started = read_object(folder / STARTED)
-    is_ours = bool(job) and started.get("job") == job["job"]
-    restarts = started.get("restarts")
-    if not is_ours or (restarts if isinstance(restarts, int) else 0) >= job["restarts"]:
-        return True
-    result = read_result(folder / RESULT)
-    if result is not None and result.outcome != "cancelled":
-        return False  # the trial had ended before Slurm requeued the job
-    try:
-        trial_job = read_current(TrialJob, load_json(folder / SPEC))
-    except (FileNotFoundError, UnreadableError, BrokenRecordError, NewerFormatError):
-        return True  # the supervisor reads the same file next and reports the error
-    requeued = _requeued_result(sweep, name, trial_job, started, result)
-    if len(requeued.earlier_attempts) >= trial_job.retries:
-        write_json(folder / RESULT, requeued.to_json())
-        return False
-    attempts = (*requeued.earlier_attempts, attempt_from(requeued, put_aside(sweep, name)))
-    folder.mkdir(parents=True)
-    write_json(folder / SPEC, replace(trial_job, earlier_attempts=attempts).to_json())
-    return True
-
-
-def _requeued_result(
-    sweep: Path, name: str, job: TrialJob, started: Mapping[str, Any], result: TrialResult | None
-) -> TrialResult:
-    began, where = started.get("unix_time"), started.get("node") or started.get("host")
-    return TrialResult(
-        name=name,
-        key=job.key,
-        spec=job.spec,
-        outcome="lost",
-        reason=f"Slurm requeued the job (on {where}), because it was preempted, its node failed, or a user requeued it",
-        evidence={"state": "REQUEUED", "job": started["job"], "host": where},
-        unix_time=began if isinstance(began, int | float) else None,
-        seconds=None if result is None else result.seconds,
-        environment=job.environment,
-        log_tail=tail(log_file(sweep, name)),
-        earlier_attempts=listed_attempts(sweep, name, job.key),
-    )
 
 
 class Strays:

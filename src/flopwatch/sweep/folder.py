@@ -1,18 +1,13 @@
 """The sweep's folder: only one runner may use it at a time, and results in it are never overwritten.
 
-Locks do not work on every shared file system, so none are used. Instead, each runner creates the next number in
-`runners/`, and the runner with the highest number owns the folder:
-
-    runners/3.runner    host, process and command of runner 3, which holds this lease (`lease.py`)
-    runners/3.beat      the heartbeat of runner 3
-
-Only one process can take a given number, so if two runners find the last runner dead, only one takes its place.
-Numbers are never reused, so a runner with an outdated view of the folder cannot take a number that was used before.
+Each runner creates the next number in `runners/`, which only one process can do: `runners/3.runner` is the claim
+(`claim.py`) of runner 3. The runner with the highest number owns the folder, and deletes its file when it ends. If two
+runners find the last one gone, only one takes its place.
 """
 
 import contextlib
 import os
-import shutil
+import shlex
 import sys
 import threading
 import time
@@ -41,9 +36,9 @@ from flopwatch.records.trial_files import (
     trial_folder,
 )
 from flopwatch.sweep.attempts import free_name, kill_strays, put_aside
+from flopwatch.sweep.claim import BEAT_SECONDS, Claim, is_elsewhere, trial_claim, visible_seconds
 from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.host.processes import check_system
-from flopwatch.sweep.lease import BEAT_SECONDS, Lease, trial_lease, visible_seconds
 
 _FOLDERS = (TRIALS, LOGS, RUNS, RUNNERS)
 _POLL_SECONDS = 0.5  # time between two readings of another runner's heartbeat
@@ -63,7 +58,6 @@ class Trial:
 
     Attributes:
         key: Hash of the configuration, the library versions and the devices.
-        retries: How often the trial may run again if it is lost, for example because its node fails.
         earlier_attempts: The lost attempts, as in `TrialResult.earlier_attempts`.
         avoid: Hosts on which an engine should not run the trial, if it can choose.
     """
@@ -72,7 +66,6 @@ class Trial:
     name: str
     key: str
     spec: TrialSpec
-    retries: int = 0
     earlier_attempts: tuple[Mapping[str, Any], ...] = ()
     avoid: tuple[str, ...] = ()
 
@@ -81,7 +74,7 @@ class Trial:
         return trial_folder(self.sweep, self.name)
 
 
-_HELD: dict[Path, Lease] = {}
+_HELD: dict[Path, Claim] = {}
 """The folders that this process holds."""
 
 
@@ -90,18 +83,15 @@ def held_folder(sweep: Path, report: Callable[[str], None] | None = None) -> Ite
     """Create the folder if it does not exist, and keep every other runner out of it.
 
     `report` gets a line of text if it takes time to find out whether the last runner is alive; None writes it to
-    stderr. Raises InputError if another runner is alive, the folder is not a sweep's or cannot be written, or this
-    system cannot run trials.
+    stderr. Raises InputError if another runner is alive or on another host, the folder is not a sweep's or cannot be
+    written, or this system cannot run trials.
     """
     check_system()
     _make_folders(sweep)
     with refused_on_a_full_disk(sweep):
-        number, lease = _take_number(sweep, report or _write_to_stderr)
-    _HELD[sweep], ended = lease, threading.Event()
-    lease.beat()
-    beater = threading.Thread(
-        target=_beat_until, args=(ended, sweep, number, lease), name="flopwatch-holder", daemon=True
-    )
+        claim = _claim_folder(sweep, report or _write_to_stderr)
+    _HELD[sweep], ended = claim, threading.Event()
+    beater = threading.Thread(target=_beat_until, args=(ended, claim), name="flopwatch-holder", daemon=True)
     beater.start()
     try:
         with refused_on_a_full_disk(sweep):
@@ -111,53 +101,47 @@ def held_folder(sweep: Path, report: Callable[[str], None] | None = None) -> Ite
         del _HELD[sweep]
         ended.set()
         beater.join(BEAT_SECONDS)
-        lease.end()
+        claim.release()
 
 
-def _take_number(sweep: Path, report: Callable[[str], None]) -> tuple[int, Lease]:
+def _claim_folder(sweep: Path, report: Callable[[str], None]) -> Claim:
     number = _highest_number(sweep)
     while True:
         if number:
-            _wait_for_end(sweep, runner_lease(sweep, number), report)
+            _wait_for_end(sweep, runner_claim(sweep, number), report)
         number += 1
-        lease = runner_lease(sweep, number)
+        claim = runner_claim(sweep, number)
         # If this fails, another runner has taken the number, perhaps on a host whose files become visible late.
-        if lease.take({"command": sys.argv[:20]}, number=number):
-            return number, lease
+        if claim.take(command=sys.argv[:20]):
+            return claim
 
 
-def _wait_for_end(sweep: Path, lease: Lease, report: Callable[[str], None]) -> None:
-    """Return once this runner has ended. Raises InputError if it is alive."""
+def _wait_for_end(sweep: Path, claim: Claim, report: Callable[[str], None]) -> None:
+    """Return once the runner has ended. Raises InputError if it is alive, or on another host."""
     is_reported = False
-    while (holder := lease.holder()).life != "gone":
+    while (holder := claim.holder()).life != "gone":
+        who = f"pid {holder.facts.get('pid')} on {holder.facts.get('host')}" if holder.facts else "its file is empty"
         if holder.life == "alive":
             raise InputError(
-                f"another sweep is running in {sweep} ({_process_text(holder.facts)}); "
-                "wait for it, or choose another folder with --output"
+                f"another sweep is running in {sweep} ({who}); wait for it, or choose another folder with --output"
+            )
+        if is_elsewhere(holder.facts):
+            raise InputError(
+                f"{sweep} is in use by a sweep on another host ({who}); wait for it or end it there. If it was killed, "
+                f"free the folder with `rm {shlex.quote(str(claim.file))}` and run the command again"
             )
         if not is_reported:
             report(
-                f"the last runner of {sweep} was {_process_text(holder.facts)}; waiting {visible_seconds():.0f} s "
-                "to see whether it is still alive"
+                f"the last runner of {sweep} ({who}) is not known to this system, as after the end of a container; "
+                f"waiting {visible_seconds():.0f} s to see whether it is still alive"
             )
             is_reported = True
         time.sleep(_POLL_SECONDS)
 
 
-def _process_text(facts: Mapping[str, Any]) -> str:
-    return f"pid {facts.get('pid')} on {facts.get('host')}" if facts else "a runner that has just started"
-
-
-def _beat_until(ended: threading.Event, sweep: Path, number: int, lease: Lease) -> None:
-    # If the folder is gone, the main thread ends this runner (`check_held`).
-    while not ended.wait(BEAT_SECONDS) and lease.owner() == "this process":
-        highest = _highest_number(sweep)
-        if highest > number and not ended.is_set():
-            # Exit without any clean-up, because two runners must not start and cancel trials at the same time.
-            who = _process_text(runner_lease(sweep, highest).holder().facts)
-            _write_to_stderr(f"{who} took over this sweep, because this runner's heartbeat had stopped; exiting")
-            os._exit(1)
-        lease.beat()
+def _beat_until(ended: threading.Event, claim: Claim) -> None:
+    while not ended.wait(_POLL_SECONDS):
+        claim.beat()
 
 
 def _highest_number(sweep: Path) -> int:
@@ -167,21 +151,22 @@ def _highest_number(sweep: Path) -> int:
     return 0
 
 
-def runner_lease(sweep: Path, number: int | None = None) -> Lease:
-    """The lease of the runner with this number; None stands for the last runner."""
-    number = _highest_number(sweep) if number is None else number
-    return Lease(sweep / RUNNERS / f"{number}.runner", sweep / RUNNERS / f"{number}.beat")
+def runner_claim(sweep: Path, number: int | None = None) -> Claim:
+    """The claim of the runner with this number; None stands for the last runner."""
+    return Claim(sweep / RUNNERS / f"{_highest_number(sweep) if number is None else number}.runner")
 
 
 def check_held(sweep: Path) -> None:
-    """Raise a FolderGoneError if this process held the folder and its file `N.runner` is gone.
+    """Raise a FolderGoneError if this process held the folder and holds it no more.
 
-    Then a user has deleted the folder, and perhaps started a new sweep in it. This runner must not write into it again.
+    Then a user has deleted the folder or its claim, and perhaps started a new sweep in it. This runner must not write
+    into it again.
     """
-    if sweep in _HELD and _HELD[sweep].owner() != "this process":
+    claim = _HELD.get(sweep)
+    if claim is not None and (claim.owner() != "this process" or runner_claim(sweep).file != claim.file):
         raise FolderGoneError(
-            f"{sweep} was deleted or renamed while this sweep ran in it, so the sweep was ended; "
-            "the same command starts it again"
+            f"{sweep} was deleted, renamed or given to another sweep while this sweep ran in it, so this sweep was "
+            "ended; the same command starts it again"
         )
 
 
@@ -285,7 +270,6 @@ def prepare(trial: Trial) -> None:
         environment=fingerprint(trial.spec, is_here=False),
         cwd=os.getcwd(),
         attempt=os.urandom(16).hex(),
-        retries=trial.retries,
         earlier_attempts=trial.earlier_attempts,
     )
     write_json(folder / SPEC, job.to_json())
@@ -300,15 +284,9 @@ def _clear_folder(trial: Trial) -> None:
             f"{trial.name} still runs, see {folder / STARTED}; wait until it ends, then run the sweep again"
         )
     kill_strays(folder)
-    # The job of an attempt that has not started may still be queued. `withdraw` keeps that job from starting the trial.
+    # An attempt that was not started is replaced: a job of it that starts later sees the new attempt, and leaves.
     is_bare = folder.is_dir() and [file.name for file in folder.iterdir()] == [SPEC]
-    if is_bare and read_object(folder / SPEC).get("format") == FORMAT and trial_lease(folder).withdraw():
-        # Rename the folder before it is deleted, so that no reader sees a half deleted folder.
-        (trial.sweep / EARLIER).mkdir(exist_ok=True)
-        gone = folder.rename(trial.sweep / EARLIER / f".{folder.name}.{os.urandom(8).hex()}")
-        shutil.rmtree(gone, ignore_errors=True)
-    elif os.path.lexists(folder):
-        trial_lease(folder).withdraw()
+    if os.path.lexists(folder) and not (is_bare and read_object(folder / SPEC).get("format") == FORMAT):
         put_aside(trial.sweep, trial.name)
 
 
@@ -323,8 +301,8 @@ def has_begun(sweep: Path, name: str) -> bool:
 
 
 def is_supervised(sweep: Path, name: str) -> bool:
-    """Whether this trial's supervisor seems to be alive. A supervisor on another host is judged by its heartbeat."""
-    return trial_lease(trial_folder(sweep, name)).holder().may_be_alive
+    """Whether this trial's supervisor seems to be alive. One on another host is judged by how it touches its claim."""
+    return trial_claim(trial_folder(sweep, name)).holder().may_be_alive
 
 
 def own_result(sweep: Path, name: str) -> TrialResult | None:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from flopwatch.records.trial_files import HEARTBEAT
 _Result = TypeVar("_Result")
 _TRY_SECONDS = 0.5  # time between two tries to write
 _PADDED_BYTES = 160
+_FULL_BYTES = 16 << 10  # less does not hold the files of a result
 
 
 def when_there_is_space(write: Callable[[], _Result], waits: Callable[[str], None] = lambda why: None) -> _Result:
@@ -36,9 +37,13 @@ def when_there_is_space(write: Callable[[], _Result], waits: Callable[[str], Non
         time.sleep(_TRY_SECONDS)
 
 
-def padded(content: Mapping[str, Any]) -> bytes:
-    """JSON of a fixed size, so that a rewrite in place replaces all of the earlier content; works on a full disk."""
-    return json.dumps(content).encode().ljust(_PADDED_BYTES)[:_PADDED_BYTES]
+def full_disk(place: Path) -> str:
+    """Says that trials wait for space if the disk of this folder is full; empty otherwise, also for a full quota."""
+    with contextlib.suppress(OSError):
+        disk = os.statvfs(place)
+        if disk.f_bavail * disk.f_frsize < _FULL_BYTES:
+            return f"waiting: no space is left on the disk of {place.resolve()}; trials go on when there is"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +92,9 @@ class Heartbeat:
         if is_waiting:
             when_there_is_space(lambda: self._write(self._last))
 
-    def _write(self, content: Mapping[str, Any]) -> None:
-        os.pwrite(self._handle, padded(content), 0)
+    def _write(self, content: dict[str, Any]) -> None:
+        # Of a fixed size, so that a rewrite in place replaces all of the earlier content; works on a full disk.
+        os.pwrite(self._handle, json.dumps(content).encode().ljust(_PADDED_BYTES)[:_PADDED_BYTES], 0)
 
 
 def read_progress(trial_dir: Path, file: str = HEARTBEAT) -> Progress:

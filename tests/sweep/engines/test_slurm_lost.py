@@ -1,4 +1,4 @@
-"""Whole sweeps on a real Slurm that requeues and preempts jobs and whose nodes die: they end green by themselves."""
+"""Whole sweeps on a real Slurm that preempts jobs and whose nodes die: they end green by themselves."""
 
 import os
 import shutil
@@ -50,7 +50,7 @@ def run(*command):
 LONG_AT_FIRST = "test -e {trial_dir}/../../met || { echo $$ > {trial_dir}/../../pid; sleep 300; }; echo second"
 
 
-def swept(folder, meet, **engine_settings):
+def swept(folder, meet):
     """One trial that would take five minutes unless something happens to it in its first life; three beside it."""
     limits = Limits(wall_seconds=200.0)
     specs = [
@@ -58,7 +58,7 @@ def swept(folder, meet, **engine_settings):
         for size in (1, 2, 3, 4)
     ]
     found = {}
-    sweep = threading.Thread(target=lambda: found.update(run_sweep(folder, specs, SlurmEngine(**engine_settings))))
+    sweep = threading.Thread(target=lambda: found.update(run_sweep(folder, specs, SlurmEngine())))
     sweep.start()
     try:
         wait_until(lambda: (folder / "pid").exists() and (folder / "pid").read_text(), "it runs")
@@ -79,16 +79,6 @@ def swept(folder, meet, **engine_settings):
     return attempt
 
 
-def job_of_the_long_one():
-    return run("squeue", "-h", "-r", "-t", "RUNNING", "-o", "%A").split()[0]
-
-
-def test_a_job_that_somebody_requeues_goes_on(tmp_path):
-    attempt = swept(tmp_path / "s", lambda: run("scontrol", "requeue", job_of_the_long_one()))
-    assert attempt["state"] == "REQUEUED"
-    assert attempt["host"] in ("n1", "n2")
-
-
 def take_all_nodes(folder):
     """Jobs of a partition that goes before ours: one per node, for all its cores."""
     script = folder / "urgent.sh"
@@ -97,12 +87,8 @@ def take_all_nodes(folder):
         run("sbatch", "-p", "urgent", "-c", "2", "-o", "/dev/null", str(script))
 
 
-def test_a_preempted_job_that_may_be_requeued_goes_on(tmp_path):
-    assert swept(tmp_path / "s", lambda: take_all_nodes(tmp_path))["state"] == "REQUEUED"
-
-
-def test_a_preempted_job_that_may_not_be_requeued_is_submitted_again(tmp_path):
-    attempt = swept(tmp_path / "s", lambda: take_all_nodes(tmp_path), extra={"no_requeue": True})
+def test_a_preempted_job_is_submitted_again(tmp_path):
+    attempt = swept(tmp_path / "s", lambda: take_all_nodes(tmp_path))
     assert attempt["state"] == "PREEMPTED"
 
 
@@ -152,13 +138,12 @@ def node_of_the_long_one():
 
 
 @pytest.mark.campaign  # a minute and a half
-@pytest.mark.parametrize(("settings", "state"), [({"extra": {"no_requeue": True}}, "NODE_FAIL"), ({}, "REQUEUED")])
-def test_a_node_that_dies_costs_an_attempt_and_another_takes_over(tmp_path, revived, settings, state):
+def test_a_node_that_dies_costs_an_attempt_and_another_takes_over(tmp_path, revived):
     node = []
 
     def meet():
         node.append(node_of_the_long_one())
         revived(kill_the_node(node[0]))
 
-    attempt = swept(tmp_path / "s", meet, **settings)
-    assert (attempt["state"], attempt["host"]) == (state, node[0])
+    attempt = swept(tmp_path / "s", meet)
+    assert (attempt["state"], attempt["host"]) == ("NODE_FAIL", node[0])

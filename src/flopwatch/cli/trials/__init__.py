@@ -43,11 +43,16 @@ def trial(
     memory: _Memory = None,
     timeout: _Timeout = None,
     spec: Annotated[Path | None, flag("Run an earlier trial again: the path of its spec.json.")] = None,
+    attempt: Annotated[str | None, flag("With --spec: run this attempt for its sweep, as jobs of Slurm do.")] = None,
     output: Annotated[Path | None, flag("Folder for the result. Default: flopwatch-sweep.", "--output", "-o")] = None,
     as_json: _AsJson = False,
 ) -> None:
     """Measure one trial in a separate process: step time, memory, FLOPs and MFU, or the reason why it failed."""
     given = locals()
+    if given.pop("attempt") is not None and spec is not None:
+        from flopwatch.sweep.supervisor.supervise import main
+
+        raise SystemExit(main([str(spec.parent.parent.parent), spec.parent.name, str(attempt)]))
     from flopwatch.cli.trials.trial_run import run_trial
 
     run_trial(**given)

@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,13 +19,12 @@ from typing import IO
 from flopwatch.errors import InputError
 from flopwatch.files import read_object
 from flopwatch.records.trial import TrialSpec
-from flopwatch.records.trial_files import STARTED, trial_folder
+from flopwatch.records.trial_files import STARTED, log_file, trial_folder
+from flopwatch.sweep.claim import is_alive_here, visible_seconds
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import Trial, attempt_of, is_supervised
 from flopwatch.sweep.host import processes as process_tree
 from flopwatch.sweep.host.processes import CORES, GPUS
-from flopwatch.sweep.lease import is_alive_here, visible_seconds
-from flopwatch.sweep.supervisor.spare import SpareSupervisor
 from flopwatch.text import one_line
 
 
@@ -237,6 +237,19 @@ class _Running:
         return Ended(self.trial.name, {"signal": -status} if status < 0 else {"exit_code": status})
 
 
+def _start_supervisor(trial: Trial, slot: DeviceSlot) -> "subprocess.Popen[bytes]":
+    words = [str(trial.sweep), trial.name, attempt_of(trial.sweep, trial.name)]
+    with log_file(trial.sweep, trial.name).open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "flopwatch.sweep.supervisor", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, process_tree.PARENT: str(os.getpid()), **slot.environment},
+            start_new_session=True,  # otherwise Ctrl-C in the terminal would reach the supervisor too
+        )
+
+
 class LocalEngine:
     """Runs trials on this machine.
 
@@ -255,12 +268,10 @@ class LocalEngine:
         self._running: dict[str, _Running] = {}
         self._next_slot: DeviceSlot | None = None
         self._pool: SlotPool
-        self._supervisors: SpareSupervisor
 
     def open(self, sweep: Path, unfinished: Sequence[Trial]) -> Sequence[str]:
         """Wait for the supervisors of an earlier runner to end. They end soon after that runner has ended."""
         self._pool = SlotPool(self._gpus, self._jobs, sweep)
-        self._supervisors = SpareSupervisor(sweep)
         deadline, left = time.monotonic() + visible_seconds() + _CANCEL_PATIENCE_SECONDS, unfinished
         while (left := [trial for trial in left if is_supervised(sweep, trial.name)]) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -277,9 +288,7 @@ class LocalEngine:
             slot, self._next_slot = self._next_slot, None
             if slot is None:
                 raise RuntimeError("submit() was called before room() returned a number above 0")
-            attempt = attempt_of(trial.sweep, trial.name)
-            process = self._supervisors.start(trial.name, attempt, slot.environment)
-            self._running[trial.name] = _Running(trial, process, slot)
+            self._running[trial.name] = _Running(trial, _start_supervisor(trial, slot), slot)
 
     def wait(self, seconds: float) -> Sequence[Ended]:
         self._sleep_until_one_ends(seconds)
@@ -332,7 +341,6 @@ class LocalEngine:
         if self._next_slot is not None:
             self._pool.give_back(self._next_slot)
             self._next_slot = None
-        self._supervisors.close()
         self._pool.close()
 
     def state(self) -> str:

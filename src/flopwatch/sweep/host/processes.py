@@ -27,7 +27,7 @@ TRIAL_MARK = "FLOPWATCH_TRIAL_DIR"
 """Environment variable that every process of a trial inherits, so that its orphans can be found."""
 
 ATTEMPT_MARK = "FLOPWATCH_TRIAL_ATTEMPT"
-"""Environment variable of the processes of one attempt, so that only they are killed, not those of a later attempt."""
+"""Environment variable of the processes of one attempt, by which users and campaigns tell attempts apart."""
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
@@ -83,8 +83,8 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def marked_processes(trial_dir: Path, attempt: str = "") -> list[int]:
-    """Pids of this host's processes with this trial's environment variable; with `attempt`, of that attempt only.
+def marked_processes(trial_dir: Path) -> list[int]:
+    """Pids of this host's processes with this trial's environment variable.
 
     Without this process and its ancestors, because a user's shell may have the same environment variables.
     """
@@ -93,15 +93,12 @@ def marked_processes(trial_dir: Path, attempt: str = "") -> list[int]:
         spared.add(pid)
         stat = read_stat(pid)
         pid = stat.parent if stat is not None else 0
-    return [pid for pid in all_pids() if pid not in spared and is_marked(pid, trial_dir, attempt)]
+    return [pid for pid in all_pids() if pid not in spared and is_marked(pid, trial_dir)]
 
 
-def is_marked(pid: int, trial_dir: Path, attempt: str = "") -> bool | None:
-    marks = {os.fsencode(f"{TRIAL_MARK}={trial_dir}")}
-    if attempt:
-        marks.add(f"{ATTEMPT_MARK}={attempt}".encode())
+def is_marked(pid: int, trial_dir: Path) -> bool | None:
     try:
-        return marks <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+        return os.fsencode(f"{TRIAL_MARK}={trial_dir}") in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return None
 
@@ -111,9 +108,9 @@ def kill_descendants(pid: int) -> list[int]:
     return _kill_until_gone(lambda: descendants(pid))
 
 
-def kill_marked(trial_dir: Path, attempt: str = "") -> list[int]:
+def kill_marked(trial_dir: Path) -> list[int]:
     """SIGKILL what `marked_processes` finds until nothing is left or the time is over; return the pids that survive."""
-    return _kill_until_gone(lambda: marked_processes(trial_dir, attempt))
+    return _kill_until_gone(lambda: marked_processes(trial_dir))
 
 
 def _kill_until_gone(find: Callable[[], list[int]]) -> list[int]:

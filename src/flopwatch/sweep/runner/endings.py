@@ -2,7 +2,7 @@
 
 A supervisor is the process that runs one trial and writes the trial's result. After the engine has reported the end of
 a supervisor, its result may still be invisible, because a network file system may show the files of another host up to
-a minute late. Therefore a trial counts as lost only after that time, and only if the supervisor's lease is free.
+a minute late. Therefore a trial counts as lost only after that time, and only if the supervisor's claim is void.
 """
 
 import errno
@@ -13,12 +13,12 @@ from typing import Any
 
 from flopwatch.files import read_object, tail
 from flopwatch.records.trial import TrialResult
-from flopwatch.records.trial_files import GUARD, STARTED, log_file
+from flopwatch.records.trial_files import STARTED, log_file
 from flopwatch.sweep.attempts import kill_strays, listed_attempts
+from flopwatch.sweep.claim import trial_claim, visible_seconds
 from flopwatch.sweep.engines.protocol import Ended, Engine, ending_from_evidence, outcome_known_to_engine
-from flopwatch.sweep.folder import Trial, attempt_of, own_result
+from flopwatch.sweep.folder import Trial, own_result
 from flopwatch.sweep.host.processes import kill_marked
-from flopwatch.sweep.lease import trial_lease, visible_seconds
 from flopwatch.sweep.supervisor.build_result import with_finished_steps
 from flopwatch.sweep.supervisor.supervise import allowed_silence
 
@@ -40,19 +40,20 @@ class Endings:
         self._killed: dict[str, str] = {}
 
     def end_silent(self, engine: Engine, running: Mapping[str, Trial]) -> None:
-        """Kill supervisors whose process exists but writes no heartbeat, for example because a file system hangs.
+        """Kill supervisors that exist and show no sign of life, for example because a file system hangs.
 
-        Normally the guard on the supervisor's host (`guard.py`) kills such a supervisor earlier. This is needed if the
-        guard is gone or the host does not respond. A user's own engine need not have the method `end`.
+        An engine need not have the method `end`.
         """
         found = {}
         for name, trial in running.items() if hasattr(engine, "end") else ():
-            holder = trial_lease(trial.folder).holder()
+            holder = trial_claim(trial.folder).holder()
             silent, facts = holder.silent_seconds, holder.facts
             is_silent = silent > allowed_silence(trial.spec.limits) + visible_seconds()
             if is_silent and facts and not holder.is_withdrawn and name not in self._killed:
                 process = f"pid {facts.get('pid')} on {facts.get('host')}"
-                found[name] = f"the trial's supervisor ({process}) wrote no heartbeat for {silent:.0f} s and was killed"
+                found[name] = (
+                    f"the trial's supervisor ({process}) showed no sign of life for {silent:.0f} s and was killed"
+                )
         self._killed |= found
         if found:
             engine.end(list(found))
@@ -66,28 +67,26 @@ class Endings:
             if end.name in running:
                 self._ended.setdefault(end.name, end)
         certain = [name for name in self._ended if not is_patient or self.is_over(running[name])]
-        return [self._with_reason(self._ended.pop(name), running[name]) for name in certain]
+        return [self._with_reason(self._ended.pop(name)) for name in certain]
 
-    def _with_reason(self, ended: Ended, trial: Trial) -> Ended:
-        """Add the reason if the guard, which wrote it to a file, or this process killed a supervisor that hung."""
-        reason, note = self._killed.pop(ended.name, None), read_object(trial.folder / GUARD)
-        if note.get("attempt") == attempt_of(trial.sweep, trial.name):
-            reason = note.get("reason")
+    def _with_reason(self, ended: Ended) -> Ended:
+        """Add the reason if this process had the supervisor killed, because it hung."""
+        reason = self._killed.pop(ended.name, None)
         return replace(ended, evidence={"stuck": reason, **ended.evidence}) if reason else ended
 
     def is_over(self, trial: Trial) -> bool:
         """Whether the trial's result is visible, or it is certain that no supervisor runs the trial or will run it."""
         deadline = self._deadlines.setdefault(trial.name, self._clock() + visible_seconds())
         if own_result(trial.sweep, trial.name) is None:
-            lease = trial_lease(trial.folder)
-            holder = lease.holder()
+            claim = trial_claim(trial.folder)
+            holder = claim.holder()
             if holder.may_be_alive:
                 return False
             may_come = not (holder.is_here or holder.is_withdrawn)  # from another host, whose files become visible late
             try:
                 if may_come and not holder.facts:
                     # Now no supervisor can start the trial, unless one on another host has done so already.
-                    may_come = not lease.withdraw()
+                    may_come = not claim.withdraw()
             except OSError as error:  # a full disk: it is not certain yet that the trial cannot start
                 if error.errno not in TRANSIENT:
                     raise

@@ -21,9 +21,9 @@ from flopwatch.process import start_ticks
 from flopwatch.records.sweep_results import new_results, read_results, read_trial_list
 from flopwatch.records.trial import UNSETTLED, TrialResult, TrialSpec
 from flopwatch.records.trial_files import RESULTS, RUNNER
-from flopwatch.sweep.folder import FolderGoneError, Trial, check_held, runner_lease
-from flopwatch.sweep.lease import BEAT_SECONDS, Holder, Lease, trial_lease
-from flopwatch.sweep.progress import read_progress
+from flopwatch.sweep.claim import Claim, Holder
+from flopwatch.sweep.folder import FolderGoneError, Trial, check_held, runner_claim
+from flopwatch.sweep.progress import full_disk
 from flopwatch.sweep.runner.plan import Plan
 from flopwatch.text import one_line
 
@@ -109,38 +109,20 @@ class RunnerState:
     stopping: str = ""
 
 
-def find_runner(sweep: Path, watched: dict[Path, Lease] | None = None) -> tuple[RunnerState, Holder] | None:
+def find_runner(sweep: Path, watched: dict[Path, Claim] | None = None) -> tuple[RunnerState, Holder] | None:
     """What the process that runs the sweep says, and what is known about its life; None if no process runs it.
 
-    `watched` keeps leases between several calls, because a runner on another host is judged by how its heartbeat
-    changes.
+    `watched` keeps claims between several calls, because a runner on another host is judged by how it touches
+    its claim.
     """
-    lease = runner_lease(sweep)
-    holder = ({} if watched is None else watched).setdefault(lease.file, lease).holder()
+    claim = runner_claim(sweep)
+    holder = ({} if watched is None else watched).setdefault(claim.file, claim).holder()
     state = read_or_none(RunnerState, read_json(sweep / RUNNER))
     if state is None or state.stopping == "over" or not holder.may_be_alive:
         return None
     # The file may be an earlier runner's, because not every process that holds the folder writes it: a fit does not.
     is_of_holder = (state.pid, state.start_ticks) == (holder.facts.get("pid"), holder.facts.get("start_ticks"))
     return (state, holder) if is_of_holder else None
-
-
-class FullDisk:
-    """Says that trials wait for space on a full disk, which neither their logs nor `runner.json` can say then."""
-
-    def __init__(self, clock: Clock = monotonic_seconds) -> None:
-        self._clock, self._next_look, self._text = clock, 0.0, ""
-
-    def __call__(self, running: Mapping[str, Trial]) -> str:
-        """Return `waiting: ` with the system's message and the trial's folder; "" if no trial waits."""
-        if self._clock() >= self._next_look:
-            self._next_look, self._text = self._clock() + BEAT_SECONDS, ""
-            for trial in islice(running.values(), _MOST_NAMES):
-                holder, worker = trial_lease(trial.folder).holder(), read_progress(trial.folder)
-                if holder.may_be_alive and (why := holder.waits or worker.waits):
-                    self._text = f"waiting: {why} ({trial.folder})"
-                    break
-        return self._text
 
 
 class RunnerFile(SafeObserver):
@@ -155,7 +137,6 @@ class RunnerFile(SafeObserver):
         self._stop = Stop()
         self._since: dict[str, float] = {}
         self._next_write = 0.0
-        self._full_disk = FullDisk(clock)
         self._state = RunnerState(os.getpid(), os.uname().nodename, start_ticks(os.getpid()), running={})
 
     def __enter__(self) -> "RunnerFile":
@@ -180,7 +161,7 @@ class RunnerFile(SafeObserver):
 
     def _ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> tuple[Any, ...]:
         now = self._clock()
-        engine_state = self._full_disk(running) or engine_state
+        engine_state = full_disk(self._file.parent) or engine_state
         if now >= self._next_write:
             names = islice(running, _MOST_NAMES)
             since = {name: round(now - self._since.setdefault(name, now), 1) for name in names}
@@ -212,8 +193,7 @@ class Follower:
         kept = {name: result for name, result in results.items() if result.outcome not in UNSETTLED}
         todo = tuple(trial for name, trial in self._trials.items() if name not in kept)
         self.plan = Plan(tuple(self._trials.values()), todo, kept)
-        self._watched: dict[Path, Lease] = {}
-        self._full_disk = FullDisk(clock)
+        self._watched: dict[Path, Claim] = {}
         self._stopping = ""
 
     def new_results(self) -> Iterator[TrialResult]:
@@ -235,6 +215,5 @@ class Follower:
             return None
         state, _ = found
         self._stopping = state.stopping
-        # The runner cannot write the file on a full disk, so this process looks for trials that wait for space.
-        waits = self._full_disk(self.running(state))
+        waits = full_disk(self._sweep)  # the runner cannot write its file then
         return replace(state, engine_state=waits) if waits else state

@@ -15,6 +15,7 @@ from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.records.trial import UNSETTLED, Outcome, TrialResult
 from flopwatch.records.trial_files import RESULTS, SWEEP
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
+from flopwatch.sweep.claim import BEAT_SECONDS, trial_claim
 from flopwatch.sweep.engines.protocol import Ended, Engine
 from flopwatch.sweep.folder import (
     StillRunsError,
@@ -26,7 +27,6 @@ from flopwatch.sweep.folder import (
     record,
     restore_lists,
 )
-from flopwatch.sweep.lease import BEAT_SECONDS, trial_lease
 from flopwatch.sweep.runner.endings import TRANSIENT, Endings, result_of
 from flopwatch.sweep.runner.observing import Observer, SafeObserver, Stop
 from flopwatch.sweep.runner.plan import (
@@ -256,7 +256,6 @@ class _Run:
             if settled is not None:
                 self._settle(settled)
                 continue
-            trial = replace(trial, retries=self.retries.most)
             try:
                 prepare(trial)
             except StillRunsError:  # its supervisor's heartbeat had stopped, and has started again
@@ -281,7 +280,7 @@ class _Run:
         if trial is None:
             return
         result = result_of(trial, ended, is_cancelled=self.is_cancelled)
-        has_run = not trial_lease(trial.folder).holder().is_withdrawn  # else no supervisor began: that is no attempt
+        has_run = not trial_claim(trial.folder).holder().is_withdrawn  # else no supervisor began: that is no attempt
         earlier = len(result.earlier_attempts) if has_run else self.false_starts[trial.name]
         if self.retries.tries_again(result, earlier, is_stopping=self.stop.is_finishing):
             self.false_starts[trial.name] += not has_run

@@ -24,7 +24,8 @@ from flopwatch.files import UnreadableError, load_json, read_object, write_json
 from flopwatch.records.sweep_results import NewerFormatError, read_current
 from flopwatch.records.trial import AFTER_THE_STEPS, Limits, TrialJob, TrialResult, TrialSpec
 from flopwatch.records.trial_files import EXCEPTION, RESULT, SPEC, STARTED, log_file, trial_folder
-from flopwatch.sweep.attempts import Strays, prepare_after_requeue, slurm_job
+from flopwatch.sweep.attempts import Strays
+from flopwatch.sweep.claim import Claim, trial_claim, visible_seconds
 from flopwatch.sweep.host import processes as process_tree
 from flopwatch.sweep.host.memory import (
     HostPeak,
@@ -34,7 +35,6 @@ from flopwatch.sweep.host.memory import (
     resident,
 )
 from flopwatch.sweep.host.trial_log import TrialLog
-from flopwatch.sweep.lease import Lease, trial_lease, visible_seconds
 from flopwatch.sweep.progress import Progress, read_progress, when_there_is_space
 from flopwatch.sweep.supervisor.build_result import (
     SWEEPS_FOLDER,
@@ -49,11 +49,9 @@ from flopwatch.sweep.supervisor.ranks import JobEnd, job_end, stacks_of_ranks
 
 _TICK_SECONDS = 0.2  # The memory must be sampled several times a second to enforce a limit.
 _SPEC_TICK_SECONDS = 0.25  # This is the time between two tries to read a `spec.json` that is not visible yet.
-_SILENCE_SECONDS = 600.0  # This is the longest allowed time between two heartbeats of a supervisor.
-_GUARD_PATIENCE_SECONDS = 30.0
-"""The guard process kills a supervisor that wrote no heartbeat for `allowed_silence` plus this time."""
+_SILENCE_SECONDS = 600.0  # This is the longest that a supervisor may show no sign of life.
 
-_SUPERSEDED = "the runner gave the trial to another supervisor, because this supervisor's heartbeat had stopped"
+_SUPERSEDED = "the runner gave the trial to another supervisor, because this one had shown no sign of life"
 _SLURM_SIGNAL_SECONDS = 0.5  # The supervisor waits this long for Slurm's SIGTERM after its worker has failed.
 _SLURM_SUCCESS_SECONDS = 0.05  # The supervisor waits this long for SIGTERM if its worker has exited with code 0.
 
@@ -71,7 +69,7 @@ def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
     attempt = arguments[2] if len(arguments) > 2 else None
     if not process_tree.ends_with_parent(signal.SIGTERM):
         return 1
-    guard = become_guarded(trial_folder(sweep.resolve(), name))
+    become_guarded(trial_folder(sweep.resolve(), name))
     parent = os.getppid()
     stop: list[str] = []
 
@@ -83,10 +81,8 @@ def main(arguments: list[str], errors: TextIO = sys.stderr) -> int:
         signal.signal(number, note)
     if (cores := os.environ.get(process_tree.CORES)) and hasattr(os, "sched_setaffinity"):  # macOS does not have it
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-    if not when_there_is_space(lambda: prepare_after_requeue(sweep.resolve(), name)):
-        return 0
     try:
-        supervise(sweep, name, cancel=lambda: stop[0] if stop else None, attempt=attempt, guard=guard)
+        supervise(sweep, name, cancel=lambda: stop[0] if stop else None, attempt=attempt)
     except (AlreadyStartedError, UnusableSpecError) as error:
         errors.write(f"flopwatch: {error}; nothing was run\n")
         return int(isinstance(error, UnusableSpecError))
@@ -101,8 +97,7 @@ class _Supervised:
     name: str
     job: TrialJob
     cancel: Callable[[], str | None]
-    lease: Lease
-    guard: int | None
+    claim: Claim
 
     @property
     def folder(self) -> Path:
@@ -112,23 +107,10 @@ class _Supervised:
     def spec(self) -> TrialSpec:
         return self.job.spec
 
-    def beat(self, waits: str = "") -> str | None:
-        """Show the guard and the runner that this supervisor is alive, if that is due.
-
-        Only the thread that monitors the worker does so, so that both hear nothing if that thread is stuck. Returns why
-        the trial must stop if another supervisor has claimed it.
-        """
-        if not self.lease.is_due():
-            return None
-        if self.guard is not None:
-            with contextlib.suppress(BlockingIOError, BrokenPipeError):
-                os.write(self.guard, b".")
-        return None if self.lease.beat(waits) else _SUPERSEDED
-
     def wait_for_space(self, why: str) -> None:
         """Show that this supervisor is alive while it waits for space on a full disk."""
-        if self.beat(why):
-            raise AlreadyStartedError(f"another supervisor runs this trial now, according to {self.folder / STARTED}")
+        if not self.claim.beat():
+            raise AlreadyStartedError(f"another supervisor runs this trial now, according to {self.claim.file}")
 
 
 def supervise(
@@ -136,13 +118,12 @@ def supervise(
     name: str,
     cancel: Callable[[], str | None] = lambda: None,
     attempt: str | None = None,
-    guard: int | None = None,
 ) -> TrialResult:
     """Run one trial, write its result to `trials/NAME/result.json` and return it.
 
     Call it in a process without other children, because it kills all child processes at the end. `cancel` returns the
     reason to stop the trial, or None; it is called several times a second. `attempt` is the one that `spec.json` must
-    belong to; None accepts any. `guard` is the pipe to the guard, which kills a supervisor that stops writing to it.
+    belong to; None accepts any.
 
     Raises AlreadyStartedError if the trial was started before, or another supervisor runs it, and UnusableSpecError if
     its `spec.json` is missing or cannot be read.
@@ -152,10 +133,7 @@ def supervise(
     job = _wait_for_job(folder, attempt)
     process_tree.adopt_orphans()
     with _claimed(sweep, folder, job.attempt, cancel) as handles:
-        if guard is not None:
-            os.write(guard, f"{allowed_silence(job.spec.limits) + _GUARD_PATIENCE_SECONDS:g}\n".encode())
-        trial = _Supervised(sweep, name, job, cancel, trial_lease(folder), guard)
-        trial.beat()
+        trial = _Supervised(sweep, name, job, cancel, trial_claim(folder))
         clear_attempts(folder)
         os.environ[process_tree.ATTEMPT_MARK] = job.attempt  # all processes of the trial inherit this variable
         log = when_there_is_space(lambda: TrialLog(log_file(sweep, name)), trial.wait_for_space)
@@ -166,11 +144,10 @@ def supervise(
         deleted = deleted_places(sweep, name, *handles)
         result = with_full_disk(build_result(sweep, name, job, worker_exit), log.full_disk)
         result = with_deletions(result, deleted)
-        if trial.lease.owner() == "another":
-            raise AlreadyStartedError(f"another supervisor runs this trial now, according to {folder / STARTED}")
+        if trial.claim.owner() == "another":
+            raise AlreadyStartedError(f"another supervisor runs this trial now, according to {trial.claim.file}")
         if SWEEPS_FOLDER not in deleted:  # otherwise the user has deleted it, and it stays deleted
             result = _write_result(trial, result, has_lost_its_folder=bool(deleted))
-            trial.lease.end()
     return result
 
 
@@ -239,9 +216,12 @@ def _claimed(sweep: Path, folder: Path, attempt: str, cancel: Callable[[], str |
         if stopped := cancel():
             raise AlreadyStartedError(f"{stopped}, while it waited to start the trial ({why})")
 
-    lease, facts = trial_lease(folder), {"attempt": attempt, **slurm_job()}
-    if not when_there_is_space(lambda: lease.take(facts, attempt=attempt), give_up_if_cancelled):
+    claim = trial_claim(folder)
+    if not when_there_is_space(lambda: claim.take(attempt=attempt), give_up_if_cancelled):
         raise AlreadyStartedError(f"this trial was already started: {folder / STARTED} exists")
+    if read_object(folder / SPEC).get("attempt") != attempt:
+        claim.release()
+        raise AlreadyStartedError(f"{folder / SPEC} does not belong to attempt {attempt} any more")
     handles = os.open(folder / STARTED, os.O_RDONLY), os.open(sweep, os.O_RDONLY)
     try:
         yield handles
@@ -346,12 +326,12 @@ def _watch(trial: _Supervised, worker: "subprocess.Popen[bytes]", log: TrialLog)
     watch = _Watch(TreeMemory(trial.spec.limits.memory_bytes), is_command)
     wait, strays = process_tree.waiter(worker), Strays(trial.folder)
     while not wait(_TICK_SECONDS):
-        superseded = trial.beat()
+        is_ours = trial.claim.beat()
         watch.memory.sample()
         strays.note(watch.memory.pids)
         # A command writes no heartbeat. Its progress is the number of printed bytes.
         watch.note(Progress("run", log.received_bytes) if is_command else read_progress(trial.folder))
-        if why := trial.cancel() or superseded:
+        if why := trial.cancel() or ("" if is_ours else _SUPERSEDED):
             watch.own_kill, watch.detail = "cancelled", why
         else:
             watch.check_limits(trial.spec.limits)
@@ -378,7 +358,7 @@ def _wait_for_cancellation(worker: "subprocess.Popen[bytes]", watch: _Watch, can
     Slurm sends SIGTERM to all processes of a job at once, and the worker may end before the supervisor's handler has
     run. The worker may end with any exit code: a trainer may save a checkpoint and exit with 0, for example.
     """
-    if not slurm_job() and worker.returncode not in (-signal.SIGTERM, 128 + signal.SIGTERM):
+    if "SLURM_JOB_ID" not in os.environ and worker.returncode not in (-signal.SIGTERM, 128 + signal.SIGTERM):
         return
     deadline = time.monotonic() + (_SLURM_SUCCESS_SECONDS if worker.returncode == 0 else _SLURM_SIGNAL_SECONDS)
     while time.monotonic() < deadline:
