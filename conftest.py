@@ -38,7 +38,6 @@ LONGEST = (
     "tests/integrations/test_same_numbers.py",
     "benchmarks/reliability/test_ray_outages.py",
     "tests/sweep/engines/test_ray_nodes.py",
-    "tests/sweep/test_nfs.py",
     "tests/integrations/test_lightning.py",
     "tests/flops/test_padding.py",
     "tests/flops/test_every_architecture.py",

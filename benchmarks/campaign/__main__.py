@@ -1,7 +1,7 @@
 """Runs the parts of the campaign, one after the other, and writes docs/campaigns.md: when each last ran, its figures.
 
     make campaign                                             # all parts; a day
-    PYTHONPATH=benchmarks python -m campaign nfs kills-local  # some of them
+    PYTHONPATH=benchmarks python -m campaign kills-slurm kills-local  # some of them
     PYTHONPATH=benchmarks python -m campaign --page           # only writes the page
 
 The output of each part is kept in .cache/campaign/. A part that fails does not stop the others.
@@ -90,8 +90,8 @@ def page(results: dict[str, Any]) -> str:
 def _row(part: Part, last: dict[str, Any] | None) -> str:
     """A row of the table.
 
-    >>> print(_row(Part("nfs", "nfs.py", "it holds"), None), end="")
-    | nfs: `nfs.py` | it holds | not since this page exists | | | |
+    >>> print(_row(Part("kills", "kills.py", "it holds"), None), end="")
+    | kills: `kills.py` | it holds | not since this page exists | | | |
     """
     named = f"| {part.name}: `{part.command}` | {part.shows} |"
     if last is None:

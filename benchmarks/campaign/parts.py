@@ -57,9 +57,6 @@ PARTS = (
         "benchmarks/reliability/ray_outages.py --kills 10",
         "raylet and GCS of a Ray cluster killed: all trials end, and none is lost that had not begun",
     ),
-    Part(
-        "nfs", "benchmarks/sweeps/nfs_sweep.py --seconds 60", "the same on a stand-in for NFS, attributes cached 60 s"
-    ),
     Part("week", "benchmarks/sweeps/week.py --trials 20000", "a week of a sweep, with losses and killed runners"),
     Part("memory", "benchmarks/sweeps/memory.py", "a trial's memory equals the kernel's PSS"),
     Part(

@@ -261,7 +261,6 @@ class TrialJob(Stored):
             trial are not included, because the trial may run on another host.
         cwd: The folder in which the sweep was started; paths of trainers, config files and scripts are relative to it.
         attempt: A random name of this attempt. A late supervisor that finds another name here does not run the trial.
-        retries: How often the trial may be repeated if it is lost.
         earlier_attempts: As in `TrialResult`.
     """
 
@@ -272,7 +271,6 @@ class TrialJob(Stored):
     cwd: str | None = None
     format: int = FORMAT
     attempt: str = ""
-    retries: int = 0
     earlier_attempts: tuple[Mapping[str, Any], ...] = ()
 
     def why_broken(self) -> str | None:

@@ -9,12 +9,11 @@ import os
 import shutil
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from flopwatch import process
-from flopwatch.decode import BrokenRecordError, clean_value, read_record
+from flopwatch.decode import clean_value
 from flopwatch.files import read_object, write_json
 from flopwatch.records.trial import UNSETTLED, TrialResult
 from flopwatch.records.trial_files import (
@@ -34,24 +33,13 @@ Attempt: TypeAlias = Mapping[str, Any]
 """An entry of `TrialResult.earlier_attempts`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _AttemptFacts:
-    """The fields of an `Attempt` that must be readable, because the runner uses them to decide on a retry."""
-
-    state: str | None = None
-    host: str | None = None
-    outcome: str = ""
-
-
 def listed_attempts(sweep: Path, name: str, key: str) -> tuple[Attempt, ...]:
     """The attempts that `trials/NAME/spec.json` lists, oldest first. Empty if the file is for another `Trial.key`."""
     job = read_object(trial_folder(sweep, name) / SPEC)
-    listed, found = job.get("earlier_attempts") if job.get("key") == key else None, []
-    for entry in listed if isinstance(listed, list) else ():
-        with contextlib.suppress(BrokenRecordError):
-            read_record(_AttemptFacts, entry)
-            found.append(clean_value(entry))
-    return tuple(found)
+    listed = job.get("earlier_attempts") if job.get("key") == key else None
+    return tuple(
+        clean_value(entry) for entry in (listed if isinstance(listed, list) else ()) if isinstance(entry, dict)
+    )
 
 
 def attempt_from(result: TrialResult, folder: str | None) -> Attempt:

@@ -59,7 +59,6 @@ class Trial:
     Attributes:
         key: Hash of the configuration, the library versions and the devices.
         earlier_attempts: The lost attempts, as in `TrialResult.earlier_attempts`.
-        avoid: Hosts on which an engine should not run the trial, if it can choose.
     """
 
     sweep: Path
@@ -67,7 +66,6 @@ class Trial:
     key: str
     spec: TrialSpec
     earlier_attempts: tuple[Mapping[str, Any], ...] = ()
-    avoid: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:

@@ -16,7 +16,7 @@ from flopwatch.sweep.folder import held_folder, write_trial_list
 from flopwatch.sweep.runner import run as passing_errors
 from flopwatch.sweep.runner import run as runner_module
 from flopwatch.sweep.runner.observing import Stop
-from flopwatch.sweep.runner.plan import RetryPolicy, hosts_to_avoid, make_plan, retry_policy
+from flopwatch.sweep.runner.plan import RetryPolicy, make_plan, retry_policy
 from flopwatch.sweep.runner.run import run_plan
 from flopwatch.sweep.spec.parsing import parse_seconds
 from flopwatch.testing import FakeClock, InProcessEngine
@@ -40,12 +40,11 @@ class Losing(InProcessEngine):
 
     def __init__(self, losses, evidence=None, outcome=None):
         super().__init__(self.answer)
-        self.losses, self.evidence, self.outcome, self.avoided = losses, evidence or {}, outcome, []
+        self.losses, self.evidence, self.outcome = losses, evidence or {}, outcome
 
     def answer(self, trial):
         if trial.spec.batch_size != 2:
             return TrialResult(trial.name, trial.key, trial.spec, "ok")
-        self.avoided.append(trial.avoid)
         self.losses -= 1
         if self.losses >= 0 and self.outcome is None:
             (trial.sweep / "trials" / trial.name / "started.json").write_text("{}")
@@ -118,22 +117,6 @@ def test_what_is_no_span_of_time(text):
         parse_seconds(text)
 
 
-@pytest.mark.parametrize(
-    ("attempts", "expected"),
-    [
-        ([], ()),
-        ([{"host": "n1", "state": "NODE_FAIL"}], ("n1",)),
-        ([{"host": "n1"}, {"host": "n2"}], ("n2",)),
-        ([{"host": "n1", "state": "PREEMPTED"}], ()),
-        ([{"host": None}], ()),
-        ([{"host": 7}], ()),
-        ([{}], ()),
-    ],
-)
-def test_the_node_that_failed_last_is_avoided_and_one_that_preempted_is_not(attempts, expected):
-    assert hosts_to_avoid(attempts) == expected
-
-
 def test_a_lost_trial_is_tried_again_and_its_attempts_are_kept(tmp_path):
     told = Told()
     engine = Losing(2, {"state": "NODE_FAIL", "host": "n7"})
@@ -147,7 +130,6 @@ def test_a_lost_trial_is_tried_again_and_its_attempts_are_kept(tmp_path):
     ]
     for attempt in result.earlier_attempts:
         assert (tmp_path / "s" / attempt["folder"] / "started.json").exists()
-    assert engine.avoided == [(), ("n7",), ("n7",)]
     assert told.retried == [("standard_bs2_seq64", "lost", 1, 2), ("standard_bs2_seq64", "lost", 2, 2)]
     assert len(told.results) == 3, "an attempt that is tried again is no end"
 
@@ -206,7 +188,6 @@ def test_a_killed_runner_forgets_no_attempt(tmp_path):
     result = run(tmp_path / "s", engine)
     assert result.outcome == "ok"
     assert [attempt["host"] for attempt in result.earlier_attempts] == ["n1", "n2"]
-    assert engine.avoided == [("n1",), ("n2",)]
 
 
 def test_after_the_budget_nothing_new_is_started_and_the_rest_stays_unrun(tmp_path):

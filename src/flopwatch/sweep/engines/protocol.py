@@ -139,7 +139,7 @@ _CAUSES: tuple[_Ending, ...] = (
     (
         {"state": "TIMEOUT"},
         "timeout",
-        "Slurm ended the job at its time limit; increase `time_minutes`, an option of the engine",
+        "Slurm ended the job at its time limit; give it more with --engine-option time=MINUTES",
     ),
     ({"state": "DEADLINE"}, "timeout", "Slurm ended the job at its deadline"),
     (
@@ -151,7 +151,6 @@ _CAUSES: tuple[_Ending, ...] = (
     ({"state": "PREEMPTED"}, "lost", "Slurm preempted the job"),
     ({"state": "NODE_FAIL"}, "lost", "its node failed"),
     ({"state": "BOOT_FAIL"}, "lost", "its node did not boot"),
-    ({"state": "REQUEUED"}, "lost", "Slurm requeued the job"),
     ({"state": "REVOKED"}, "lost", "Slurm moved the job to another cluster"),
     (
         {"state": "REFUSED"},

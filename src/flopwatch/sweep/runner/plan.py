@@ -21,7 +21,6 @@ from flopwatch.records.trial import (
     content_key,
 )
 from flopwatch.records.trial_files import SWEEP, TRIALS
-from flopwatch.sweep.attempts import Attempt
 from flopwatch.sweep.folder import Trial, record
 from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.spec.names import trial_names
@@ -229,10 +228,6 @@ def _differs_by_more_memory(now: TrialSpec, before: TrialSpec) -> bool:
     return now.measured_settings() == {**before.measured_settings(), "memory_bytes": new}
 
 
-_NOT_THE_NODE = ("PREEMPTED", "REVOKED")
-"""States of Slurm jobs whose end was not caused by their node, so that a retry can use the same node."""
-
-
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """Which trials are retried.
@@ -256,17 +251,6 @@ def retry_policy(most: int, also: Sequence[str] = ()) -> RetryPolicy:
     if unknown := [word for word in also if word not in allowed]:
         raise InputError(f"retry_on must be one of {', '.join(allowed)}, not {', '.join(unknown)}")
     return RetryPolicy(most, tuple(dict.fromkeys(("lost", *(outcome for outcome in allowed if outcome in also)))))
-
-
-def hosts_to_avoid(attempts: Sequence[Attempt]) -> tuple[str, ...]:
-    """Return the nodes that the next attempt must not use: the last attempt's node, if that node may have failed.
-
-    Nodes of earlier attempts are allowed again, because a trial that excludes all nodes could never run.
-    """
-    if not attempts or attempts[-1].get("state") in _NOT_THE_NODE or attempts[-1].get("outcome") == "ok":
-        return ()
-    host = attempts[-1].get("host")
-    return (host,) if isinstance(host, str) and host else ()
 
 
 def is_larger(spec: TrialSpec, failed: TrialSpec) -> bool:

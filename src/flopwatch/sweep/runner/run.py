@@ -34,7 +34,6 @@ from flopwatch.sweep.runner.plan import (
     Plan,
     RetryPolicy,
     cannot_run,
-    hosts_to_avoid,
     inferred_result,
     kind_of,
     proves_too_large,
@@ -149,7 +148,7 @@ class _Run:
         if trial.name in self.plan.again:  # the user runs a finished trial again, so its retries count from 0
             return trial
         attempts = listed_attempts(trial.sweep, trial.name, trial.key)
-        return replace(trial, earlier_attempts=attempts, avoid=hosts_to_avoid(attempts)) if attempts else trial
+        return replace(trial, earlier_attempts=attempts) if attempts else trial
 
     def tick(self) -> None:
         if time.monotonic() >= self.next_check:
@@ -310,7 +309,7 @@ def _next_attempt(trial: Trial, result: TrialResult) -> Trial:
     with contextlib.suppress(OSError):  # on a full disk `prepare` puts the files aside later
         folder = put_aside(trial.sweep, trial.name) if has_begun(trial.sweep, trial.name) else None
     attempts = (*result.earlier_attempts, attempt_from(result, folder))
-    trial = replace(trial, earlier_attempts=attempts, avoid=hosts_to_avoid(attempts))
+    trial = replace(trial, earlier_attempts=attempts)
     # Write the attempts to disk now, in case this runner is killed. If that fails, `_next_batch` does it later.
     with contextlib.suppress(OSError):
         prepare(trial)
