@@ -33,7 +33,7 @@ SLICES = {
     ),
     "`why`: waterfall, advice, traces": r"waterfall|advice|conclusion|[._]why|traces?\b|trace_|time_uses",
     "comparing A with B": r"compar|ratios",
-    "leases, claims, heartbeats, guards": r"claims|lease|heartbeat|guard|attempts",
+    "leases, claims, heartbeats, guards": r"claim|heartbeat|guard|attempts",
     "reading files that may be damaged or hostile": (
         r"flopwatch\.(files|decode)$|reading|log_file|run_checks|trial_files|what_ran|runs\.log$"
     ),

@@ -95,7 +95,6 @@ def test_a_dry_run_predicts_from_what_ran(tmp_path):
         (["none.yaml"], "cannot read the matrix none.yaml"),
         (["--engine", "cloud"], "there is no engine 'cloud'"),
         (["--engine", "local", "--engine-option", "speed=9"], "does not take 'speed'; there are "),
-        (["--engine", "slurm", "--engine-option", "partitoin=a"], "did you mean 'partition'?"),
         (["--only", "bad"], "--only must be one of failed, oom, missing"),
         (["--limit", "9:2"], "is not a slice of the trials"),
         (["--jobs", "4000"], "each trial needs a core"),
