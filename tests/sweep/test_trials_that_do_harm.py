@@ -95,7 +95,9 @@ def test_a_sweep_whose_folder_was_deleted_ends_and_does_not_make_it_again(tmp_pa
     anew = "; mkdir -p $F/runners; cp $F.runner $F/runners/1.runner" if is_made_again else ""
     (tmp_path / "s.runner").write_text('{"pid": 1, "boot_id": "", "unix_time": 1.0}')
     matrix = specs(f"F=$(realpath {{trial_dir}}/../..); rm -rf $F{anew}; sleep 60", f"touch {tmp_path}/second")
-    with pytest.raises(FolderGoneError, match="was deleted, renamed or given to another sweep while this sweep ran in it"):
+    with pytest.raises(
+        FolderGoneError, match="was deleted, renamed or given to another sweep while this sweep ran in it"
+    ):
         run_sweep(tmp_path / "s", matrix, LocalEngine())
     left = [path.name for path in (tmp_path / "s").rglob("*")] if (tmp_path / "s").exists() else None
     assert left == (["runners", "1.runner"] if is_made_again else None)
