@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from flopwatch.language import Said, Templates
+from flopwatch.present.document import evenly
 from flopwatch.records.metrics import METRICS, Goodput, find_metric, goodput_of
 from flopwatch.records.run import Number, Provenance, Row, RunStart, Summary
 from flopwatch.runs.advice import Conclusion, Times, conclusion_of, times_of
@@ -43,7 +44,7 @@ MOST_POINTS = 600
 MOST_USER_CURVES = 12
 USER_CURVE_POINTS = 200
 MOST_MOMENTS = 200
-"""Of each kind; if there are more, they are thinned evenly, and the newest notices are kept."""
+"""Of each kind; if there are more, they are thinned evenly."""
 MOST_NOTES = 20
 MOST_VALUES = 200
 Kind = Literal["evaluation", "checkpoint", "restart", "notice"]
@@ -81,8 +82,6 @@ class Curve:
     """A metric over the run, oldest point first.
 
     Attributes:
-        windows: Number of logging windows that have a value.
-        last: The value of the newest window.
         mean: The weighted mean of all windows (see `Point.mean`).
         broken_windows: Number of windows whose value is nan or infinite. They are in no point.
         broken_at_step: The first step at which the value is nan or infinite.
@@ -90,8 +89,6 @@ class Curve:
 
     key: str
     points: tuple[Point, ...]
-    windows: int
-    last: float | None
     mean: float | None
     broken_windows: int = 0
     broken_at_step: int | None = None
@@ -253,12 +250,8 @@ def _changes(provenances: Sequence[Provenance]) -> tuple[Provenance, ...]:
 
 
 def _thinned(moments: Sequence[Moment]) -> Iterator[Moment]:
-    kinds: dict[str, list[Moment]] = {}
-    for moment in moments:
-        kinds.setdefault(moment.kind, []).append(moment)
-    for kind, found in kinds.items():
-        spacing = -(-len(found) // MOST_MOMENTS)
-        yield from found[-MOST_MOMENTS:] if kind == "notice" else found[::spacing]
+    for kind in KINDS:
+        yield from evenly([moment for moment in moments if moment.kind == kind], MOST_MOMENTS)
 
 
 def _seconds(record: Row | Summary) -> Mapping[str, float]:
@@ -280,8 +273,7 @@ class CurveMaker:
         self.key = key
         self._most_points = most_points
         self._points = Thinned(2 * most_points, merged)
-        self._windows = self._broken_windows = 0
-        self._last: float | None = None
+        self._broken_windows = 0
         self._broken_at_step: int | None = None
 
     def add(self, point: Point) -> None:
@@ -289,14 +281,12 @@ class CurveMaker:
             self._broken_windows += 1
             self._broken_at_step = point.first_step
             return
-        self._windows += 1
-        self._last = point.mean if self._last is None else self._last
         self._points.add(point)
 
     def curve(self) -> Curve:
         points = self._points.items(self._most_points)
         mean, broken = merged(points).mean if points else None, (self._broken_windows, self._broken_at_step)
-        return Curve(self.key, tuple(reversed(points)), self._windows, self._last, mean, *broken)
+        return Curve(self.key, tuple(reversed(points)), mean, *broken)
 
 
 def merged(points: list[Point]) -> Point:

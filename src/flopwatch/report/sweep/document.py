@@ -3,7 +3,7 @@
 Each section is one function here. `present` shows them in a terminal, as Markdown and as a page.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -22,7 +22,6 @@ from flopwatch.report.records import (
     PrivacyClass,
     SweepSummary,
     TrainerTotals,
-    TrialRow,
 )
 from flopwatch.report.sweep.measurements import group_parts
 from flopwatch.text import listed
@@ -171,12 +170,6 @@ def _choices(group: Group, colours: Mapping[str, int], is_open: bool | None) -> 
         caveats = semicolons(choice.caveats)
         return doc.Cell(Said("{verdict};", verdict=choice.verdict) if caveats else choice.verdict, detail=caveats)
 
-    def some(_: int, most: int) -> list[int]:
-        """All rows of evenly spaced sequence lengths, about `most` in total."""
-        lengths = Counter(choice.seq_len for choice in group.choices)
-        kept = doc.evenly(sorted(lengths), max(most // max(lengths.values()), 2))
-        return [place for place, choice in enumerate(group.choices) if choice.seq_len in kept]
-
     has_epsilon = any(choice.fastest.epsilon is not None for choice in group.choices)
     has_lightest = any(choice.lightest for choice in group.choices)
     columns: list[tuple[doc.Head | str, Callable[[Choice], doc.Cell | str]]] = [
@@ -189,7 +182,7 @@ def _choices(group: Group, colours: Mapping[str, int], is_open: bool | None) -> 
         *([(Said("less memory, within 10 %"), lightest)] if has_lightest else []),
         (doc.Head(Said("verdict"), only=("markdown", "html")), verdict),
     ]
-    table = table_of(group.choices, columns, most=doc.Most(24, 60, 16), pick=some)
+    table = table_of(group.choices, columns, most=doc.Most(24, 60, 16), pick=doc.spaced)
     return doc.Section(group.title, [table, doc.Only(("terminal",), [_remarks(group.choices)])], is_open=is_open)
 
 
@@ -332,17 +325,12 @@ _FIELDS = (
     doc.Field("command", Said("command"), "text", is_shown=False),
     doc.Field("is_unstable", Said("unstable"), "flag", is_shown=False),
 )
-MOST_WITH_COMMANDS = 2000
-"""A page with more trials has no commands and traces: they would be half of its size."""
 
 
 def _all_trials(summary: SweepSummary) -> doc.Section:
-    left_out = ("trace", "command") if len(summary.rows) > MOST_WITH_COMMANDS else ()
-
-    def value(row: TrialRow, name: str) -> Any:
-        return "" if name in left_out else getattr(row if hasattr(row, name) else row.measured, name)
-
-    rows = [[value(row, one.name) for one in _FIELDS] for row in summary.rows]
+    rows = [
+        [getattr(row if hasattr(row, one.name) else row.measured, one.name) for one in _FIELDS] for row in summary.rows
+    ]
     tones = {name: outcome_class(name) for name in summary.totals.by_outcome}
     hint = Said("Click a heading to sort, or a row to see its reason and command.")
     return doc.Section(Said("All trials"), [doc.Records(_FIELDS, rows, "outcome", tones, hint)], "all-trials")
