@@ -14,7 +14,6 @@ from flopwatch.torch_internals import CHECKS, declare
 # --- Modules ----------------------------------------------------------------------------------------------------------
 
 ANY_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-ANY_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class LocalBatchNorm(nn.SyncBatchNorm):

@@ -19,7 +19,6 @@ from flopwatch.runs.reading import earlier_run_note
 from flopwatch.runs.waterfall import Loss, Waterfall
 from flopwatch.text import one_line
 
-_MOST_SESSIONS = 50
 _MOST_PROVENANCES = 10
 _MOST_WARNINGS = 8
 _MOST_SETTINGS = 80
