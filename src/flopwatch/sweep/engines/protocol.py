@@ -167,7 +167,7 @@ _CAUSES: tuple[_Ending, ...] = (
     ({"error": "NodeDiedError"}, "lost", "its node died"),
     ({"error": "WorkerCrashedError"}, "lost", "its Ray worker died"),
     ({"error": "RaySystemError"}, "lost", "Ray itself failed"),
-    ({"error": "RayDriverEnded"}, "lost", "Ray's head did not answer for too long, so Ray ended the trial"),
+    ({"error": "RayDriverEnded"}, "lost", "the connection to Ray was lost, so Ray ended the trial"),
 )
 
 # How the supervisor ended. Without a cause, that is all there is to say about a trial without a result. An error of Ray
