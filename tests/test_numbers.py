@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from flopwatch.numbers import byte_size, count, duration, factor, flop_rate, flops, number, percent, step_time
+from flopwatch.numbers import byte_size, count, duration, flop_rate, flops, number, percent, step_time
 from flopwatch.text import plural
 
 
@@ -55,19 +55,18 @@ def test_a_number_keeps_as_many_digits_as_its_place_has_room_for(value, three, f
         (byte_size, (512, 700 * 2**20, 1023.9 * 2**20, 3 * 2**30), ("512 B", "700 MiB", "1.00 GiB", "3.00 GiB")),
         (step_time, (0.00042, 0.32649, 2.5, 200), ("0.42 ms", "326 ms", "2.50 s", "200 s")),
         (percent, (0, 0.00042, 0.4127, 1, 1.2), ("0 %", "0.042 %", "41.3 %", "100 %", "120.0 %")),
-        (factor, (0.93456, 2.456), ("0.93×", "2.46×")),
     ],
 )  # fmt: skip
 def test_every_quantity_has_its_unit_and_prefix(write, values, texts):
     assert tuple(map(write, values)) == texts
 
 
-@pytest.mark.parametrize("write", [number, count, flops, flop_rate, byte_size, step_time, duration, percent, factor])
+@pytest.mark.parametrize("write", [number, count, flops, flop_rate, byte_size, step_time, duration, percent])
 def test_what_is_not_known_is_a_dash(write):
     assert write(None) == "–"
 
 
-@pytest.mark.parametrize("write", [number, count, flops, byte_size, step_time, duration, percent, factor])
+@pytest.mark.parametrize("write", [number, count, flops, byte_size, step_time, duration, percent])
 def test_nothing_above_0_is_written_as_0(write):
     for power in range(-12, 13):
         shown = write(3.0 * 10.0**power)

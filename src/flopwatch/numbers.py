@@ -159,14 +159,5 @@ def percent(share: float | None, decimals: int = 1) -> str:
     return f"{short} %" if abs(float(short)) < 1 else f"{100 * share:.{decimals}f} %"
 
 
-def factor(value: float | None, digits: int = 3) -> str:
-    """A ratio, such as a speed-up.
-
-    >>> factor(2.456), factor(0.93456, digits=4), factor(None)
-    ('2.46×', '0.935×', '–')
-    """
-    return UNKNOWN if value is None else f"{number(value, digits)}×"
-
-
 def _prefix(value: float, prefixes: Sequence[tuple[float, str]]) -> tuple[float, str]:
     return next(((unit, prefix) for unit, prefix in prefixes if abs(value) >= _ROUNDS_UP * unit), (1.0, ""))

@@ -30,7 +30,6 @@ from flopwatch.present.document import (
     Tiles,
     Verbatim,
     numbers,
-    spaced,
 )
 from flopwatch.present.markdown import to_markdown
 from flopwatch.present.page import to_page
@@ -45,7 +44,7 @@ def forms(*parts, **settings):
 
 
 def many_parts(text):
-    table = Grid((text, *numbers("seq")), [(Cell(text, "best", detail=text, tip=text), "1")], title=text, note=text)
+    table = Grid((text, *numbers("seq")), [(Cell(text, "best", detail=text), "1")], title=text, note=text)
     records = Records(
         [Field("a", text, "text"), Field("o", "o", "words")], [(text, text)], "o", {text: "ok"}, hint=text
     )
@@ -97,7 +96,7 @@ def test_each_medium_shows_as_many_rows_as_it_can_and_says_how_many_are_left_out
 
 
 def test_rows_that_are_spaced_have_the_first_and_the_last():
-    table = Grid(numbers("n"), [[f"row{place}"] for place in range(9)], most=Most(3, 3, 3), pick=spaced)
+    table = Grid(numbers("n"), [[f"row{place}"] for place in range(9)], most=Most(3, 3, 3), is_spaced=True)
     for said in forms(table):
         assert re.findall(r"row\d", said) == ["row0", "row4", "row8"]
         assert "3 of 9 rows are shown, evenly spaced" in said
@@ -120,16 +119,6 @@ def test_a_narrow_terminal_gets_a_wide_table_in_pieces_that_repeat_what_names_th
     assert max(map(len, said.splitlines())) <= 40
     assert all(f"value {place}" in said for place in range(9))
     assert said.count("512") > 2
-
-
-def test_columns_of_a_group_are_one_column_in_a_terminal_and_below_one_heading_on_a_page():
-    table = Grid(
-        [*numbers("seq"), *(Head(name, True, group="ghost") for name in ("time", "memory"))], [["8", "2×", "1×"]]
-    )
-    terminal, markdown, page = forms(table)
-    assert "2×  1×" in terminal
-    assert "| seq | ghost time | ghost memory |" in markdown
-    assert '<th class="g" colspan="2">ghost</th>' in page
 
 
 def test_a_column_may_be_for_one_medium_only():

@@ -78,7 +78,6 @@ class Cell(NamedTuple):
     Attributes:
         detail: A softer text behind the text.
         short: What a narrow terminal shows instead of text and detail.
-        tip: What a page shows below the pointer.
         colour: Number of the colour of a dot before the text on a page.
         bar: Length of a bar on a page, as a share of the longest; `shares` are drawn as a strip.
     """
@@ -87,7 +86,6 @@ class Cell(NamedTuple):
     tone: Tone = ""
     detail: str = ""
     short: str | None = None
-    tip: str = ""
     colour: int | None = None
     bar: float | None = None
     shares: tuple[Share, ...] = ()
@@ -112,7 +110,6 @@ class Head(NamedTuple):
 
     head: str
     is_number: bool = False
-    group: str = ""
     short: str | None = None
     only: tuple[Medium, ...] = EVERYWHERE
     is_extra: bool = False
@@ -129,8 +126,7 @@ class Grid(NamedTuple):
     Attributes:
         columns: A column that is a str holds texts.
         most: How many rows each medium shows; a note says how many are left out.
-        pick: Chooses the places of the rows that are shown, given the number of rows and how many are shown at most;
-            None chooses the first ones. `picked` says which these are.
+        is_spaced: Whether evenly spaced rows are shown if there are more, instead of the first ones.
         fixed: Number of columns at the left that name the row. A terminal that is too narrow shows the other columns
             in several tables, and repeats these.
         merges: Whether rows below each other do not repeat the text of the first column.
@@ -142,8 +138,7 @@ class Grid(NamedTuple):
     title: str = ""
     note: str = ""
     most: Most = SOME_ROWS
-    pick: Callable[[int, int], Sequence[int]] | None = None
-    picked: str = Said("evenly spaced")
+    is_spaced: bool = False
     fixed: int = 1
     merges: bool = False
     fits: bool = False
@@ -163,20 +158,15 @@ class Grid(NamedTuple):
 
     def _places(self, medium: Medium) -> Sequence[int]:
         count, most = len(self.rows), self.most.of(medium)
-        if count <= most:
-            return range(count)
-        return range(most) if self.pick is None else self.pick(count, most)
+        return evenly(range(count), most) if self.is_spaced else range(min(count, most))
 
     def left_out(self, medium: Medium) -> str:
         shown = len(self._places(medium))
         if shown == len(self.rows):
             return ""
-        said = Said("{shown:,} of {rows:,} rows are shown", shown=shown, rows=len(self.rows))
-        return said if self.pick is None else Said("{first}, {next}", first=said, next=self.picked)
-
-
-def spaced(count: int, most: int) -> list[int]:
-    return evenly(range(count), most)
+        if self.is_spaced:
+            return Said("{shown:,} of {rows:,} rows are shown, evenly spaced", shown=shown, rows=len(self.rows))
+        return Said("{shown:,} of {rows:,} rows are shown", shown=shown, rows=len(self.rows))
 
 
 class Text(NamedTuple):

@@ -80,7 +80,7 @@ class _Markdown(doc.Renderer[str]):
         columns, rows = part.shown("markdown")
         if part.title:
             yield f"**{escaped(part.title)}**\n"
-        heads = [f"{escaped(column.group)} {escaped(column.head)}".strip() for column in columns]
+        heads = [escaped(column.head) for column in columns]
         yield f"| {' | '.join(heads)} |"
         yield f"| {' | '.join('--:' if column.is_number else ':--' for column in columns)} |"
         yield from (f"| {' | '.join(map(_cell, row))} |" for row in rows)

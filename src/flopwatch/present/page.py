@@ -5,13 +5,12 @@ import json
 import re
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from flopwatch.language import Said, _, language, sentences
 from flopwatch.present import document as doc
-from flopwatch.present.svg import COLOURS, bars_svg, esc, legend_marker, tipped, verbatim
+from flopwatch.present.svg import COLOURS, bars_svg, esc, legend_marker, verbatim
 from flopwatch.text import plain
 from flopwatch.version import __version__
 
@@ -154,7 +153,7 @@ class _Html(doc.Renderer[str]):
 
     def grid(self, part: doc.Grid) -> Iterator[str]:
         columns, rows = part.shown("html")
-        sides, left_out = _sides(columns), part.left_out("html")
+        sides, left_out = [_side(column) for column in columns], part.left_out("html")
         title = f"<h3>{esc(part.title)}</h3>" if part.title else ""
         lines = ("".join(_cell(cell, side) for cell, side in zip(row, sides, strict=True)) for row in rows)
         body = "".join(
@@ -235,28 +234,18 @@ def _strip(shares: Sequence[doc.Share]) -> str:
 def _head(columns: Sequence[doc.Head]) -> str:
     if not any(column.head for column in columns):
         return ""
-    groups = [(name, len(list(own))) for name, own in groupby(columns, key=lambda column: column.group)]
-    above = "".join(
-        f'<th class="g" colspan="{size}">{esc(name)}</th>' if name else "<th></th>" * size for name, size in groups
-    )
-    pairs = zip(columns, _sides(columns), strict=True)
-    heads = "".join(f"<th{_class(side)}>{esc(column.head)}</th>" for column, side in pairs)
-    return f"<thead>{f'<tr>{above}</tr>' if any(name for name, _ in groups) else ''}<tr>{heads}</tr></thead>"
+    heads = (f"<th{_class(_side(column))}>{esc(column.head)}</th>" for column in columns)
+    return f"<thead><tr>{''.join(heads)}</tr></thead>"
 
 
-def _sides(columns: Sequence[doc.Head]) -> list[str]:
-    """The classes of the cells of each column: `n` for numbers, `g` where a group of columns begins."""
-    befores = ["", *(column.group for column in columns)]
-    return [
-        " ".join(["n"] * column.is_number + ["g"] * (column.group not in ("", before)))
-        for column, before in zip(columns, befores, strict=False)
-    ]
+def _side(column: doc.Head) -> str:
+    return "n" if column.is_number else ""
 
 
 def _cell(cell: doc.Cell, side: str) -> str:
     tone = "" if cell.tone == "chip" else _CLASSES.get(cell.tone, cell.tone)
     look = "name" if cell.colour is not None else "small" if cell.detail else ""
-    return f"<td{_class(side, tone, look)}{tipped(cell.tip)}>{_content(cell)}</td>"
+    return f"<td{_class(side, tone, look)}>{_content(cell)}</td>"
 
 
 def _content(cell: doc.Cell) -> str:

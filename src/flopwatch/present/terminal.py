@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -133,7 +132,7 @@ class _Terminal(doc.Renderer[RenderableType]):
             yield Text()
 
     def grid(self, part: doc.Grid) -> Iterator[RenderableType]:
-        columns, rows = _joined(*part.shown("terminal"))
+        columns, rows = _written(*part.shown("terminal"))
         room, left_out = self.width - self.indent, part.left_out("terminal")
         if sum(_widths(columns, rows)) - 1 > room:
             kept = [place for place, column in enumerate(columns) if not column.is_extra]
@@ -184,22 +183,14 @@ def _grid(pairs: Sequence[tuple[str, str]], left: Mapping[str, Any], right: Mapp
     return grid
 
 
-def _joined(columns: list[doc.Head], rows: list[list[doc.Cell]]) -> tuple[list[doc.Head], list[list[Text]]]:
-    """Join the columns of one group to one column, because a terminal is narrow."""
-    texts = [[Text(_said_cell(cell), STYLES[cell.tone]) for cell in row] for row in rows]
-    heads: list[doc.Head] = []
-    joined: list[list[Text]] = [[] for _ in rows]
-    for _group, members in groupby(range(len(columns)), key=lambda place: columns[place].group or place):
-        first, *others = places = list(members)
-        column = columns[first]
-        name = _said(column.group if others else column.head if column.short is None else column.short)
+def _written(columns: list[doc.Head], rows: list[list[doc.Cell]]) -> tuple[list[doc.Head], list[list[Text]]]:
+    """The headings as a terminal has them, and the texts of the cells."""
+    heads = []
+    for column in columns:
+        name = _said(column.head if column.short is None else column.short)
         short = name if cell_len(name) <= _LONGEST_HEADING else set_cell_size(name, _LONGEST_HEADING - 1).rstrip() + "…"
-        heads.append(doc.Head(short, column.is_number, is_extra=column.is_extra))
-        widths = {place: max((row[place].cell_len for row in texts), default=0) for place in places}
-        for row, line in zip(texts, joined, strict=True):
-            parts = [Text(" " * (widths[place] - row[place].cell_len)) + row[place] for place in places]
-            line.append(Text("  ").join(parts) if others else row[first])
-    return heads, joined
+        heads.append(column._replace(head=short))
+    return heads, [[Text(_said_cell(cell), STYLES[cell.tone]) for cell in row] for row in rows]
 
 
 def _widths(columns: list[doc.Head], rows: list[list[Text]]) -> list[int]:

@@ -182,7 +182,7 @@ def _choices(group: Group, colours: Mapping[str, int], is_open: bool | None) -> 
         *([(Said("less memory, within 10 %"), lightest)] if has_lightest else []),
         (doc.Head(Said("verdict"), only=("markdown", "html")), verdict),
     ]
-    table = table_of(group.choices, columns, most=doc.Most(24, 60, 16), pick=doc.spaced)
+    table = table_of(group.choices, columns, most=doc.Most(24, 60, 16), is_spaced=True)
     return doc.Section(group.title, [table, doc.Only(("terminal",), [_remarks(group.choices)])], is_open=is_open)
 
 

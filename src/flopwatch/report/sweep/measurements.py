@@ -74,7 +74,7 @@ def _matrix_cells(metric: ShownMetric, row: tuple[tuple[int, int], list[TrialCel
     return cells
 
 
-_sized = partial(doc.Grid, most=_ROWS, pick=doc.spaced, fixed=len(_SIZES), merges=True, fits=True)
+_sized = partial(doc.Grid, most=_ROWS, is_spaced=True, fixed=len(_SIZES), merges=True, fits=True)
 """A table whose rows begin with the sequence length and the batch size."""
 
 
@@ -117,7 +117,7 @@ def _frontier(group: Group) -> doc.Grid:
         notes.append(Said("! A batch ran although a smaller one ran out of memory: the limit is unclear."))
     columns, rows = [_SIZES[0], *_heads(group.trainers)], doc.Lazy(group.seq_lens, cells)
     title = Said("Largest batch that ran (smallest out of memory)")
-    return doc.Grid(columns, rows, title, sentences(notes), _ROWS, doc.spaced, fits=True)
+    return doc.Grid(columns, rows, title, sentences(notes), _ROWS, is_spaced=True, fits=True)
 
 
 def frontier_words(point: FrontierPoint) -> str:
@@ -133,7 +133,7 @@ def frontier_words(point: FrontierPoint) -> str:
 def _privacy(group: Group) -> Iterator[doc.Part]:
     if group.privacy_spent:
         columns = [(doc.Head(name, is_number=name != "trainers"), text) for name, text in _PRIVACY.items()]
-        yield table_of(group.privacy_spent, columns, title=Said("Privacy"), most=_ROWS, pick=doc.spaced, fits=True)
+        yield table_of(group.privacy_spent, columns, title=Said("Privacy"), most=_ROWS, is_spaced=True, fits=True)
         yield doc.Text(
             Said(
                 "Epsilon is for a whole training with these settings, computed by Opacus's accountant and rounded up. "
