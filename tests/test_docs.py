@@ -31,7 +31,7 @@ NOT_RUN = {
     "docs/accuracy.md": ["takes minutes and installs other tools", "takes hours"],
     "docs/doctor.md": ["takes long, and needs an accelerator"],
     "docs/index.md": ["installs packages"],
-    "docs/overhead.md": ["takes half an hour and installs other tools", "needs a checkout of another commit"],
+    "docs/overhead.md": ["takes half an hour and installs other tools"],
     "docs/sweep.md": ["a sweep in the background", "needs two sweeps"],
     "docs/versions.md": ["builds environments for hours"],
     "docs/why.md": ["needs a training that runs meanwhile"],
