@@ -100,13 +100,6 @@ class Traces(TypedDict):
     traces: list[TraceSplit]
 
 
-class TraceRequest(TypedDict):
-    """What `flopwatch trace --no-wait` has written: the file that asks the run for a trace of so many steps."""
-
-    request: str
-    steps: int
-
-
 class GpuChecks(TypedDict):
     """What the checks of an accelerator have found.
 
@@ -182,7 +175,7 @@ KINDS: Mapping[str, Written] = {
     "peak": Written("`flopwatch peak --json`", Peaks),
     "explain": Written("`flopwatch explain --json`", Explanation),
     "why": Written("`flopwatch why --json`", Why),
-    "trace": Written("`flopwatch trace --json`", Traces | TraceRequest),
+    "trace": Written("`flopwatch trace --json`", Traces),
     "compare_runs": Written("`flopwatch compare --json` of two runs", Comparison),
     "report_run": Written(
         "`flopwatch report --json` of a run",

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from flopwatch.runs.traces.files import newest_traces, trace_name
+from flopwatch.runs.traces.files import trace_name
 from support.make_run_log import write_run
 from support.make_trace import PART_TRUTH, steps_on_device, write_trace
 from support.warm_python import start_warm
@@ -90,19 +90,6 @@ def test_a_training_in_another_process_is_traced_and_its_time_adds_up(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_waiting_the_command_only_asks(tmp_path):
-    with training(tmp_path):
-        status, out, _ = command(tmp_path, "--no-wait")
-        assert status == 0
-        assert "the run will trace 3 steps after its next logging window" in out
-        deadline = time.monotonic() + 120
-        while not newest_traces(tmp_path):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-    assert newest_traces(tmp_path)[0].steps == 3
-
-
-@pytest.mark.slow
 def test_a_training_with_its_own_profiler_is_not_disturbed_and_the_command_says_so(tmp_path):
     with training(tmp_path, "profiling"):
         status, out, err = command(tmp_path)
@@ -153,9 +140,6 @@ def test_a_run_that_ended_without_a_trace_cannot_be_traced(flopwatch, tmp_path):
     assert (status, out) == (2, "")
     assert "has ended and left no trace" in err
     assert "monitor.capture_trace()" in err
-    status, _, err = flopwatch("trace", str(tmp_path), "--no-wait")
-    assert status == 2
-    assert "has ended" in err
     assert not (tmp_path / "traces").exists()
 
 
@@ -195,7 +179,7 @@ def test_a_run_that_has_been_silent_for_long_is_not_waited_for(flopwatch, tmp_pa
 @pytest.mark.parametrize("steps", ["0", "-1", "11", "1000"])
 def test_a_number_of_steps_that_is_not_allowed_is_refused(flopwatch, tmp_path, steps):
     write_run(tmp_path, 50)
-    status, _, err = flopwatch("trace", str(tmp_path), "--no-wait", "--steps", steps)
+    status, _, err = flopwatch("trace", str(tmp_path), "--steps", steps)
     assert status == 2
     assert f"--steps must be between 1 and 10, got {steps}" in err
 

@@ -20,7 +20,7 @@ import pytest
 from flopwatch.cli.run_logs.watch_screen import draw_frame
 from flopwatch.records.run import Notice, Row, RunStart
 from flopwatch.runs import read_log
-from flopwatch.runs.state import WatchedCurve, WatchedRun, WatchFeed
+from flopwatch.runs.state import WatchedRun, WatchFeed
 from support.make_run_log import Accounts, Story, session, summary_of, to_line, write_log, write_run
 
 LOG = "training_log.jsonl"
@@ -213,26 +213,15 @@ def test_the_last_of_the_steps_planned_is_all_of_them_also_when_they_are_counted
 # What is kept
 
 
-def test_a_curve_of_any_length_keeps_its_ends_its_mean_and_a_bounded_size():
-    curve = WatchedCurve()
-    for step in range(1, 200_001):
-        curve.add(step, float(step % 1000))
-    points = curve.points()
-    assert len(points) <= 1024
-    assert points[0][0] < 400
-    assert points[-1][0] > 200_000 - 400
-    assert sum(value for _, value in points) / len(points) == pytest.approx(499.5, rel=0.02)
-
-
 def test_curves_forget_what_was_run_again_and_all_of_an_older_run():
     accounts = Accounts()
     first = [*session(Story(), 1, 300, accounts), *session(Story(seed=1), 101, 150, accounts, 100)]
-    points = watched(first).curves["training/loss"].points()
+    points = watched(first).curves["training/loss"].items()
     assert [step for step, _ in points] == list(range(10, 160, 10))
     assert watched(first).sessions == 2
 
     fresh = watched([*first, *session(Story(), 1, 50, Accounts())])
-    assert [step for step, _ in fresh.curves["training/loss"].points()] == [10, 20, 30, 40, 50]
+    assert [step for step, _ in fresh.curves["training/loss"].items()] == [10, 20, 30, 40, 50]
     assert fresh.sessions == 1
 
 
@@ -256,7 +245,7 @@ def test_a_log_may_come_later_grow_and_be_replaced(tmp_path):
 
     write_log(tmp_path / "new", session(Story(), 101, 120, Accounts(), 100)).replace(path)
     feed.look()
-    assert [step for step, _ in feed.run.curves["training/loss"].points()] == [110, 120]
+    assert [step for step, _ in feed.run.curves["training/loss"].items()] == [110, 120]
 
 
 # The command

@@ -277,9 +277,9 @@ def test_compare_names_the_loss_that_shrank(flopwatch, tmp_path):
     assert status == 0
     table = out[out.index("ms per step") :]
     cell = r" +(-?[\d.,]+)"
-    rows = re.findall(rf"^([a-zA-Z].*?){cell}{cell} +([+-]?[\d.]+){cell}{cell}$", table, re.MULTILINE)
-    assert rows[0] == ("input wait", "608.0", "108.0", "-500.0", "37.3", "9.6")
-    assert rows[-1] == ("together, and MFU", "1,630.0", "1,130.0", "-500.0", "30.7", "44.2")
+    rows = re.findall(rf"^([a-zA-Z].*?){cell}{cell} +([+-]?[\d.]+)$", table, re.MULTILINE)
+    assert rows[0] == ("input wait", "608.0", "108.0", "-500.0")
+    assert rows[-1] == ("together", "1,630.0", "1,130.0", "-500.0")
     told = " ".join(out.split())
     assert "Most of the change: input wait shrank from 608 ms to 108 ms." in told
     assert "MFU of the whole run rose from 30.7 % to 44.2 %." in told
@@ -316,7 +316,7 @@ def test_times_at_the_logged_peak_are_not_shown_below_another_one(flopwatch, tmp
 def test_watch_and_report_mean_the_same_by_training_steps(flopwatch, tmp_path):
     seconds = {"wall": 1000.0, "start_up": 10.0, "train": 900.0, "input_wait": 0.0, "warm_up": 60.0, "compile": 50.0}
     seconds |= {"stall": 250.0, "divided": 500.0, "optimizer": 20.0, "passes_timed": 500.0, "outside_passes": 100.0}
-    run = write_ledger(tmp_path, {**seconds, "model_at_peak": 100.0})
+    run = write_ledger(tmp_path, seconds, peak=None)  # with a peak, the report has the waterfall
     watched, written = (flopwatch(*args)[1] for args in (("watch", run, "--once"), ("report", run, "--md", "-")))
     # 900 s without 50 and 250 are 600, of which a fifth is outside of the passes.
     for name, share in (("training steps", "48 %"), ("stalled steps", "25 %"), ("between the passes", "12 %")):

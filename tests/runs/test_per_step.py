@@ -165,7 +165,6 @@ def test_runs_without_flops_are_compared_by_their_times():
     found = compare_per_step(run(flops={}), run(flops={}, passes=154.0))
     assert found.causes[0].key == "passes"
     assert found.causes[0].change_ms == pytest.approx(770.0)
-    assert all(part.a_points is None for part in found.parts)
 
 
 def test_runs_without_a_step_cannot_be_compared():
@@ -196,14 +195,11 @@ def test_milliseconds_are_the_same_with_and_without_a_peak():
     for name, more, peak in (("peak", AT_PEAK, {}), ("none", {"unpriced": 900.0}, {"peak": None})):
         runs = [log_of({**LEDGER, **more, **each}, **peak) for each in ({}, longer)]
         found[name] = json.loads(json.dumps(compare(*runs).to_json()))["per_step"]
-    with_points, without = ({part["key"]: part for part in found[name]["parts"]} for name in ("peak", "none"))
-    assert {key: part["a_ms"] for key, part in with_points.items()} == pytest.approx(
+    with_peak, without = ({part["key"]: part for part in found[name]["parts"]} for name in ("peak", "none"))
+    assert {key: part["a_ms"] for key, part in with_peak.items()} == pytest.approx(
         {key: part["a_ms"] for key, part in without.items()}
     )
     assert found["none"]["sentence"] == found["peak"]["sentence"]
     assert "evaluation grew from 25.0 ms to 425 ms" in found["none"]["sentence"]
-    assert {part["a_points"] for part in without.values()} == {None}
-    # 1,600 s of which 490 s are the model's FLOPs at the peak: everything else is points.
-    assert sum(part["a_points"] for part in with_points.values()) == pytest.approx(100 * (1 - 490 / 1600))
     # Of 945 s in steps without input wait, the optimizer took 60 of the 900 in which it was timed.
-    assert with_points["optimizer"]["a_ms"] == pytest.approx(945 * 60 / 900)
+    assert with_peak["optimizer"]["a_ms"] == pytest.approx(945 * 60 / 900)

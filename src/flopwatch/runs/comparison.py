@@ -332,14 +332,13 @@ def compare(
         traces_a = traces_b = ()
     losses_a, losses_b = waterfall_of(a, traces_a), waterfall_of(b, traces_b)
     times_a, times_b = run_time(a, traces_a), run_time(b, traces_b)
-    points = [{loss.key: loss.points for loss in run.losses} for run in (losses_a, losses_b) if run is not None]
     found = Comparison(
         _run_steps(a, len(in_a)),
         _run_steps(b, len(in_b)),
         find_differences(a, b),
         (*judged, *_totals(a, b)),
         waterfall=waterfall_change(losses_a, losses_b),
-        per_step=compare_per_step(times_a, times_b, points) if times_a is not None and times_b is not None else None,
+        per_step=compare_per_step(times_a, times_b) if times_a is not None and times_b is not None else None,
     )
     once = _once(times_a, times_b) if times_a is not None and times_b is not None else ""
     headline = sentences([_speed_sentence(found), _mfu_sentence(found.line("mfu_percent")), once])

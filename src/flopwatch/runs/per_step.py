@@ -54,7 +54,7 @@ class RunTime:
 
 @dataclass(frozen=True, slots=True)
 class PartChange:
-    """One part of the time per step in two runs, in milliseconds. Points are None without a peak.
+    """One part of the time per step in two runs, in milliseconds.
 
     Its key is that of a loss such as `input_wait`, or `passes`.
     """
@@ -64,8 +64,6 @@ class PartChange:
     a_ms: float
     b_ms: float
     change_ms: float
-    a_points: float | None = None
-    b_points: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +95,8 @@ class PerStep:
     notes: tuple[str, ...] = ()
 
 
-def compare_per_step(a: RunTime, b: RunTime, points: Sequence[Mapping[str, float]] = ()) -> PerStep | None:
-    """Compare two runs by milliseconds per step; None if one of them has no step.
-
-    `points` has the points of the peak of each part, of run A and of run B; fewer if a run has no peak.
-    """
+def compare_per_step(a: RunTime, b: RunTime) -> PerStep | None:
+    """Compare two runs by milliseconds per step; None if one of them has no step."""
     if not a.steps or not b.steps:
         return None
     folds = _folds(a, b)
@@ -113,13 +108,10 @@ def compare_per_step(a: RunTime, b: RunTime, points: Sequence[Mapping[str, float
     causes = {key: in_b.get(key, 0.0) - in_a.get(key, 0.0) for key in (in_a | in_b) if key != PASSES}
     causes |= _divide_passes(in_a, in_b, a, b)
     ordered = _ordered(causes, in_a, in_b)
-    folds |= {key: PASSES for key in OF_PASSES if key not in causes}
-    points = [_folded(of_run, folds) for of_run in points] if len(points) == 2 else []
     parts = []
     for key in dict.fromkeys(PASSES if cause.key == STEP_SIZE else cause.key for cause in ordered):
         a_ms, b_ms = in_a.get(key, 0.0), in_b.get(key, 0.0)
-        of_peak = [of_run.get(key, 0.0) for of_run in points]
-        parts.append(PartChange(key, _name(key), a_ms, b_ms, b_ms - a_ms, *of_peak))
+        parts.append(PartChange(key, _name(key), a_ms, b_ms, b_ms - a_ms))
     found = PerStep(sum(in_a.values()), sum(in_b.values()), tuple(parts), tuple(ordered), "", _notes(a, b))
     return replace(found, sentence=_sentence(found, a, b))
 

@@ -78,23 +78,6 @@ _SHORTEST_SILENCE_SECONDS = 30.0
 _WINDOWS_OF_SILENCE = 3
 
 
-class WatchedCurve:
-    """A curve with at most 1,024 points, each of which is the mean of one or several windows."""
-
-    def __init__(self) -> None:
-        self._points: Thinned[tuple[float, float]] = Thinned(_MOST_POINTS, _mean)
-
-    def add(self, step: int, value: float) -> None:
-        if isfinite(value):
-            self._points.add((step, value))
-
-    def drop_after(self, step: float) -> None:
-        self._points.keep(lambda point: point[0] <= step)
-
-    def points(self) -> list[tuple[float, float]]:
-        return self._points.items()
-
-
 def _mean(points: list[tuple[float, float]]) -> tuple[float, float]:
     return sum(step for step, _ in points) / len(points), sum(value for _, value in points) / len(points)
 
@@ -121,7 +104,7 @@ class WatchedRun:
         self.loss: tuple[int, float] | None = None
         self.notices: deque[Notice] = deque(maxlen=_MOST_NOTICES)
         self.summary: Summary | None = None
-        self.curves = {key: WatchedCurve() for key in CURVES}
+        self.curves: dict[str, Thinned[tuple[float, float]]] = {key: Thinned(_MOST_POINTS, _mean) for key in CURVES}
         self.heard_unix_time = -inf
         self._first_row: Row | None = None
 
@@ -131,8 +114,9 @@ class WatchedRun:
                 earlier_step = self.row.step if self.row is not None else self.earlier_step
                 self._forget()
                 self.earlier_step = earlier_step
+            kept = record.resumed_after_step or 0  # the session repeats the steps after it
             for curve in self.curves.values():
-                curve.drop_after(record.resumed_after_step or 0)  # the session repeats these steps
+                curve.keep(lambda point: point[0] <= kept)
             self.start, self.summary, self._first_row = record, None, None
             self.sessions += 1
         elif isinstance(record, Row):
@@ -153,8 +137,8 @@ class WatchedRun:
         if "training/loss" in row.values:
             self.loss = row.step, row.values["training/loss"]
         for key, curve in self.curves.items():
-            if key in row.values:
-                curve.add(row.step, row.values[key])
+            if key in row.values and isfinite(row.values[key]):
+                curve.add((row.step, row.values[key]))
 
     def drop_notices(self, is_out_of_date: Callable[[Notice], bool]) -> None:
         for notice in [notice for notice in self.notices if is_out_of_date(notice)]:

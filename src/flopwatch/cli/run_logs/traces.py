@@ -34,12 +34,12 @@ def trace(
         ),
     ] = None,
     steps: Annotated[int, flag("Steps to trace, at most 10.")] = 3,
-    wait: Annotated[bool, flag("Wait for the trace and print it.", "--wait/--no-wait")] = True,
     as_json: Annotated[bool, flag("Print JSON instead of a table.", "--json")] = False,
 ) -> None:
     """Trace the next steps of a training that runs, and print how their time was spent.
 
-    If the training has ended, print its newest trace. Given a trace file, print that trace.
+    If the training has ended, print its newest trace. Ctrl-C ends the waiting, and the training writes the trace
+    all the same. Given a trace file, print that trace.
     """
     path = Path(place or RUNS_FOLDER).expanduser()
     if path.exists() and not path.is_dir() and path.suffix != ".jsonl":  # a trace, or neither file nor folder
@@ -47,24 +47,11 @@ def trace(
     else:
         feed = WatchFeed(chosen_run(place), time.time)
         feed.look(must_exist=True)
-        if not wait:
-            _ask_only(feed, steps, as_json=as_json)
-            return
         splits = _of_run(feed, steps)
     if as_json:
         print_json({"traces": [split.to_json() for split in splits]})
     else:
         show(_document(splits))
-
-
-def _ask_only(feed: WatchFeed, steps: int, *, as_json: bool) -> None:
-    if feed.run.state(feed.unix_time()) in OVER:
-        raise InputError(f"the run in {feed.place!r} has ended, so it cannot be traced any more")
-    request = write_request(traces_of(feed.place), steps)
-    if as_json:
-        print_json({"request": str(request), "steps": steps})
-    else:
-        say(f"the run will trace {steps} steps after its next logging window, into {request.parent}")
 
 
 def _of_run(feed: WatchFeed, steps: int) -> Sequence[TraceSplit]:

@@ -167,9 +167,9 @@ def _amount(value: float | None) -> str:
 
 def _curves(run: WatchedRun, width: int) -> Iterator[Text]:
     """The loss, and MFU or, if that is unknown, the step time."""
-    for key in ("training/loss", "perf/mfu_percent" if run.curves["perf/mfu_percent"].points() else "perf/step_time"):
+    for key in ("training/loss", "perf/mfu_percent" if run.curves["perf/mfu_percent"].items() else "perf/step_time"):
         name, style, as_text = _CURVES[key]
-        values = [value for _step, value in run.curves[key].points()]
+        values = [value for _step, value in run.curves[key].items()]
         if not values:
             yield _line((padded(name, _LABEL), "dim"), ("nothing logged yet", "dim italic"))
             continue

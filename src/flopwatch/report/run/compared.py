@@ -11,7 +11,6 @@ from flopwatch.present import document as doc
 from flopwatch.runs.comparison import Comparison, RunSteps, has_other_work
 from flopwatch.runs.per_step import LEAST_SHARE, PerStep
 from flopwatch.runs.reading import earlier_run_note
-from flopwatch.runs.waterfall import WaterfallChange
 from flopwatch.stats import NO_DIFFERENCE, TOO_FEW
 
 _SHORT: dict[str, str] = {NO_DIFFERENCE: Said("no clear difference"), TOO_FEW: TOO_FEW}  # for a terminal of 80 columns
@@ -35,10 +34,6 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "J": energy,
 }
 _FOUR_DIGITS = partial(number, digits=4)
-_POINTS = Said(
-    "Points are shares of the peak, as in `flopwatch why`: recomputation and padding count there at the peak, and in "
-    "milliseconds at the speed of the passes."
-)
 _DIFFERS = Said("The runs differ in these settings, so a difference in speed may have several causes:")
 _DIFFERS_NOT = Said("Nothing differs in device, peak, dtype, attention, mode, method, world size or versions.")
 _SAME_SIZE_PERCENT = 1.0
@@ -73,7 +68,7 @@ def runs_compared(comparison: Comparison) -> doc.Document:
     ]
     parts.append(doc.Section("", [doc.Grid(columns, rows, most=_ALL_ROWS)]))
     if comparison.per_step is not None:
-        parts += _per_step(comparison.per_step, comparison.waterfall)
+        parts += _per_step(comparison.per_step)
     parts += [doc.Text(remark, "soft") for remark in _remarks(comparison)]
     return doc.Document(Said("Two runs"), parts)
 
@@ -113,29 +108,22 @@ def _fact(value: Any) -> str:
     return textwrap.shorten(text, _LONGEST_FACT, placeholder=" ...") if len(text) > _LONGEST_FACT else text
 
 
-def _per_step(per_step: PerStep, mfu: WaterfallChange | None) -> Iterator[doc.Part]:
+def _per_step(per_step: PerStep) -> Iterator[doc.Part]:
     rows = []
     for part in per_step.parts:
         if max(part.a_ms, part.b_ms) >= _LEAST_MS:
             is_told = abs(part.change_ms) >= LEAST_SHARE * per_step.a_ms
             tone: doc.Tone = "" if not is_told else "better" if part.change_ms < 0 else "worse"
-            rows.append(_part(part.name, part.a_ms, part.b_ms, part.a_points, part.b_points, tone))
-    together = (None, None) if mfu is None else (mfu.mfu_a, mfu.mfu_b)
-    name = Said("together") if mfu is None else Said("together, and MFU")
-    rows.append(
-        [doc.as_cell(cell)._replace(tone="best") for cell in _part(name, per_step.a_ms, per_step.b_ms, *together)]
-    )
+            rows.append(_part(part.name, part.a_ms, part.b_ms, tone))
+    together = _part(Said("together"), per_step.a_ms, per_step.b_ms)
+    rows.append([doc.as_cell(cell)._replace(tone="best") for cell in together])
     columns: list[doc.Head | str] = [Said("ms per step, whole run"), *_RUNS, *doc.numbers("change")]
-    columns += [] if mfu is None else doc.numbers("points A", "points B")
     yield doc.Text(per_step.sentence)
-    yield doc.Section("", [doc.Grid(columns, [row[: len(columns)] for row in rows], most=_ALL_ROWS)])
+    yield doc.Section("", [doc.Grid(columns, rows, most=_ALL_ROWS)])
 
 
-def _part(
-    name: str, a_ms: float, b_ms: float, a_points: float | None, b_points: float | None, tone: doc.Tone = ""
-) -> list[doc.Cell | str]:
-    points = ("" if each is None else f"{each:.1f}" for each in (a_points, b_points))
-    return [name, f"{a_ms:,.1f}", f"{b_ms:,.1f}", doc.Cell(_signed(b_ms - a_ms), tone), *points]
+def _part(name: str, a_ms: float, b_ms: float, tone: doc.Tone = "") -> list[doc.Cell | str]:
+    return [name, f"{a_ms:,.1f}", f"{b_ms:,.1f}", doc.Cell(_signed(b_ms - a_ms), tone)]
 
 
 def _signed(change: float) -> str:
@@ -160,9 +148,7 @@ def _remarks(comparison: Comparison) -> Iterator[str]:
     elif None in (wait.a, wait.b) and (goodput.a, goodput.b) != (None, None):
         yield Said("The input wait (–) is unknown, and counts as productive in goodput.")
     if comparison.waterfall is not None:
-        if any(entry.what == "peak FLOP/s" for entry in comparison.differences):
-            yield Said("The runs have different peaks: below a higher peak, the same steps lose more points.")
-        yield sentences([comparison.waterfall.sentence, _POINTS])
+        yield comparison.waterfall.sentence
     if comparison.per_step is not None:
         yield from comparison.per_step.notes
     per_step = comparison.line("tokens_per_step")
