@@ -313,12 +313,10 @@ def test_times_at_the_logged_peak_are_not_shown_below_another_one(flopwatch, tmp
     assert "30.7" not in out
 
 
-def test_watch_and_report_mean_the_same_by_training_steps(flopwatch, tmp_path):
+def test_training_steps_are_without_stalls_compilation_and_the_time_between_passes(flopwatch, tmp_path):
     seconds = {"wall": 1000.0, "start_up": 10.0, "train": 900.0, "input_wait": 0.0, "warm_up": 60.0, "compile": 50.0}
     seconds |= {"stall": 250.0, "divided": 500.0, "optimizer": 20.0, "passes_timed": 500.0, "outside_passes": 100.0}
-    run = write_ledger(tmp_path, seconds, peak=None)  # with a peak, the report has the waterfall
-    watched, written = (flopwatch(*args)[1] for args in (("watch", run, "--once"), ("report", run, "--md", "-")))
+    watched = " ".join(flopwatch("watch", write_ledger(tmp_path, seconds), "--once")[1].split())
     # 900 s without 50 and 250 are 600, of which a fifth is outside of the passes.
     for name, share in (("training steps", "48 %"), ("stalled steps", "25 %"), ("between the passes", "12 %")):
-        assert re.search(rf"\| {name} \| [^|]*\| {share[:-2]}(\.0)? % \|", written), written
-        assert re.search(rf"{name} {share[:-2]}(\.0)? %", " ".join(watched.split())), watched
+        assert re.search(rf"{name} {share[:-2]}(\.0)? %", watched), watched
