@@ -1,4 +1,4 @@
-"""Kill runner, supervisor, worker, runner with supervisor, guard with supervisor: nothing runs twice, nothing is left.
+"""Kill runner, supervisor, guard, worker or all at once: nothing runs twice, nothing finished is lost or left.
 
     python benchmarks/reliability/never_twice.py --engine local --kills 20
     python benchmarks/reliability/never_twice.py --engine slurm --kills 20      # a real Slurm is started and taken down
@@ -26,9 +26,10 @@ from pathlib import Path
 from flopwatch.process import read_stat
 from flopwatch.records.sweep_results import read_result, read_results
 
-WHOM = ("runner", "supervisor", "worker", "both", "guard")
-"""`both` is the runner and all supervisors, `guard` a supervisor with the process that would end its trial."""
-_PATIENCE_SECONDS = 30.0
+WHOM = ("runner", "supervisor", "guard", "worker", "all")
+"""`guard` is the process that would end the trial of a killed supervisor, every second time with that supervisor; `all`
+is the runner with all supervisors, every second time with the guards and all processes of trials too."""
+_PATIENCE_SECONDS = 10.0
 
 _LOCKED = """
 import os, sys
@@ -167,17 +168,24 @@ def supervisors(sweep: Path) -> list[int]:
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
             # Engines name the folder as they were told it, or in full.
-            is_here = str(sweep).encode() in words or (b"sweep" in words and _cwd(entry) == sweep.parent)
-            if b"flopwatch.sweep.supervisor" in words and is_here:
+            named = any(word.startswith(str(sweep).encode()) for word in words)
+            is_here = named or (b"sweep" in words and _cwd(entry) == sweep.parent)
+            if is_here and _watches_a_trial(words):
                 found.append(int(entry.name))
     guards = set(map(_parent, found))
     return [pid for pid in found if pid not in guards]
 
 
-def _is_supervisor(pid: int) -> bool:
+def _watches_a_trial(words: list[bytes]) -> bool:
+    is_job = b"trial" in words and b"--attempt" in words  # of Slurm
+    return is_job or b"flopwatch.sweep.supervisor" in words
+
+
+def _guard_of(supervisor: int) -> list[int]:
+    guard = _parent(supervisor) or 0
     with contextlib.suppress(OSError):
-        return b"flopwatch.sweep.supervisor" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    return False
+        return [guard] if _watches_a_trial(Path(f"/proc/{guard}/cmdline").read_bytes().split(b"\0")) else []
+    return []
 
 
 def _cwd(entry: Path) -> Path:
@@ -191,26 +199,30 @@ def _parent(pid: int) -> int | None:
 
 def strike(campaign: Campaign, runner: "subprocess.Popen[bytes]", whom: str, draw: random.Random) -> set[int]:
     """SIGKILL; the processes of trials that were hit by it."""
-    trials = running_trials(campaign.sweep)
-    if whom in ("runner", "both"):
-        os.kill(runner.pid, signal.SIGKILL)
-    victims = supervisors(campaign.sweep) if whom == "both" else []
-    if whom in ("supervisor", "guard"):
-        victims = draw.sample(supervisors(campaign.sweep), 1) if supervisors(campaign.sweep) else []
-    if whom == "guard":
-        trials = {name: pids for name, pids in trials.items() if victims and victims[0] in map(_parent, pids)}
-        victims += [guard for guard in map(_parent, victims) if guard is not None and _is_supervisor(guard)]
-    if whom == "worker":
+    trials, watching, is_harder = running_trials(campaign.sweep), supervisors(campaign.sweep), draw.random() < 0.5
+    victims: list[int] = []
+    if whom in ("supervisor", "guard") and watching:
+        victims = draw.sample(watching, 1)
+        trials = {name: pids for name, pids in trials.items() if victims[0] in map(_parent, pids)}
+        if whom == "guard":
+            victims = [*_guard_of(victims[0]), *(victims if is_harder else [])]
+    elif whom == "worker":
         victims = [min(pids) for pids in trials.values()][:1]
-    for victim in victims:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(victim, signal.SIGKILL)
-    is_hit = bool(victims) or whom == "runner"
-    return {pid for pids in trials.values() for pid in pids} if is_hit else set()
+    elif whom == "all":
+        guards = [guard for pid in watching for guard in _guard_of(pid)]
+        below = [pid for pids in trials.values() for pid in pids]
+        victims = [*watching, *guards, *below] if is_harder else watching
+    if whom in ("runner", "all"):
+        victims = [runner.pid, *victims]
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none notices the end of another
+        for victim in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, number)
+    return {pid for pids in trials.values() for pid in pids} if victims else set()
 
 
 def clearing_seconds(campaign: Campaign, hit: set[int], tally: Tally) -> None:
-    """After runner and supervisors were killed: nothing of it may be left, without anybody's resume."""
+    """After supervisors or guards were killed: nothing of it may be left, without anybody's resume."""
     began = time.monotonic()
     while left := hit & {pid for pids in running_trials(campaign.sweep).values() for pid in pids}:
         if time.monotonic() - began > _PATIENCE_SECONDS:
@@ -246,9 +258,9 @@ def run(campaign: Campaign, kills: int, seed: int, longest: float) -> Tally:
         hit = strike(campaign, runner, whom, draw)
         tally.met_a_running_trial += bool(hit)
         tally.kills[whom] += 1
-        if whom in ("runner", "both"):
+        if whom in ("runner", "all"):
             runner.wait()
-        if whom in ("both", "guard"):
+        if whom in ("supervisor", "guard", "all"):
             clearing_seconds(campaign, hit, tally)
         print(f"{sum(tally.kills.values())} kills, last {whom}, {_done(campaign)} ok", file=sys.stderr, flush=True)
     _finish(campaign, runner, tally)

@@ -26,7 +26,7 @@ from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import Trial, attempt_of
 from flopwatch.text import one_line
 
-_ASK_EVERY_SECONDS = 20.0  # how often Slurm's accounting is asked, and an array that was not taken is submitted again
+_ASK_EVERY_SECONDS = 5.0  # how often Slurm's accounting is asked, and an array that was not taken is submitted again
 _LARGEST_ARRAY = 1000  # Slurm's default MaxArraySize is 1001, which allows indices up to 1000.
 _NOT_OVER = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "RESIZING", "STAGE_OUT")
 
