@@ -125,15 +125,16 @@ class SlurmEngine:
             answer, trouble = _ask("sacct", "-XPn", "-j", jobs or "1", "-o", "JobID,State,ExitCode,NodeList")
             known, self._trouble = read_sacct(answer), self._trouble if self._held else trouble
         self._begun = {name for name in self._tasks if (self._sweep / "trials" / name / STARTED).exists()}
-        # Accounting has one row, with the number of the job alone, for the tasks that never ran.
-        rows = {name: known.get(task, known.get(task.partition("_")[0], {})) for name, (task, _) in self._tasks.items()}
-        over = {name: row for name, row in rows.items() if row.get("state", "PENDING") not in _NOT_OVER}
-        return [self._end(name, over.get(name)) for name in rows if name in over or self._has_final_result(name)]
-
-    def _end(self, name: str, accounted: dict[str, Any] | None) -> Ended:
-        task, script = self._tasks.pop(name)
-        log = tail(script.with_name(f"{script.stem}-{task.partition('_')[2]}.log"))
-        return Ended(name, {"job": task, **({"log": log, **accounted} if accounted else {})})
+        ended = []
+        for name, (task, script) in list(self._tasks.items()):
+            # Accounting has one row, with the number of the job alone, for the tasks that never ran.
+            row = known.get(task, {} if name in self._begun else known.get(task.partition("_")[0], {}))
+            is_over = row.get("state", "PENDING") not in _NOT_OVER
+            if is_over or self._has_final_result(name):
+                log = {"log": tail(script.with_name(f"{script.stem}-{task.partition('_')[2]}.log"))}
+                ended.append(Ended(name, {"job": task, **({**log, **row} if is_over else {})}))
+                del self._tasks[name]
+        return ended
 
     def _has_final_result(self, name: str) -> bool:
         """Whether the trial has a result other than `cancelled`, for which only Slurm knows the cause."""
