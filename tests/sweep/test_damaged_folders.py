@@ -80,6 +80,8 @@ def test_results_stand_without_their_list(sweep, how):
     summary = summarise(capture_sweep(sweep))
     assert summary.totals.by_outcome == {"ok": 3}
     assert ("results.jsonl" in " ".join(summary.warnings)) == (how not in ("gone", "empty"))
+    if how in ("folder", "fifo", "loop"):
+        (sweep / "results.jsonl").rename(sweep / "moved away as the message says")
     ran, after = resumed(sweep)
     assert ran == []
     assert after == before
@@ -200,46 +202,40 @@ def test_one_damaged_entry_of_the_plan_hides_no_other(sweep):
     assert resumed(sweep)[0] == []
 
 
-@pytest.mark.parametrize(
-    "name", ["trials", "logs", "runs", "earlier", "runners", "sweep.json", "results.jsonl", "lock"]
-)
-@pytest.mark.parametrize("how", ["file", "folder", "fifo", "loop"])
-def test_anything_in_the_place_of_anything_is_moved_aside(sweep, name, how):
+@pytest.mark.parametrize("name", ["trials", "logs", "runs", "runners", "results.jsonl"])
+@pytest.mark.parametrize("how", ["wrong type", "fifo", "loop"])
+def test_anything_in_the_place_of_anything_is_named_and_nothing_is_run(sweep, name, how):
     place = sweep / name
-    if place.is_dir():
-        shutil.rmtree(place)
-    place.unlink(missing_ok=True)
-    {
-        "file": place.touch,
-        "folder": place.mkdir,
-        "fifo": lambda: os.mkfifo(place),
-        "loop": lambda: place.symlink_to(place),
-    }[how]()
-    ran, after = resumed(sweep)
-    assert ran == []
-    assert len(after) == 3
+    make = place.mkdir if place.is_file() else place.touch
+    place.rename(sweep / "was")
+    {"wrong type": make, "fifo": lambda: os.mkfifo(place), "loop": lambda: place.symlink_to(place)}[how]()
+    with pytest.raises(InputError, match=f"cannot write to {place}: .* move it away, or choose another folder"):
+        resumed(sweep)
 
 
-@pytest.mark.parametrize("how", ["file", "fifo", "loop", "spec folder", "log folder", "run file"])
+@pytest.mark.parametrize("how", ["file", "fifo", "loop", "spec folder"])
 def test_anything_in_the_place_of_a_trial_is_moved_aside(sweep, how):
     write_lines(sweep, [line for line in lines(sweep) if line["name"] != TWO])
-    folder, log, run = sweep / "trials" / TWO, sweep / "logs" / f"{TWO}.log", sweep / "runs" / TWO
+    folder = sweep / "trials" / TWO
     shutil.rmtree(folder)
-    for place in {
-        "file": [folder.touch],
-        "fifo": [lambda: os.mkfifo(folder)],
-        "loop": [lambda: folder.symlink_to(folder)],
-    }.get(how, ()):
-        place()
-    if how == "spec folder":
-        (folder / "spec.json").mkdir(parents=True)
-    elif how == "log folder":
-        log.mkdir()
-    elif how == "run file":
-        run.touch()
+    {
+        "file": folder.touch,
+        "fifo": lambda: os.mkfifo(folder),
+        "loop": lambda: folder.symlink_to(folder),
+        "spec folder": lambda: (folder / "spec.json").mkdir(parents=True),
+    }[how]()
     ran, after = resumed(sweep)
     assert ran == [TWO]
     assert len(after) == 3
+
+
+def test_a_trial_whose_log_is_a_folder_is_not_started_and_says_so(sweep):
+    write_lines(sweep, [line for line in lines(sweep) if line["name"] != TWO])
+    shutil.rmtree(sweep / "trials" / TWO)
+    (sweep / "logs" / f"{TWO}.log").mkdir()
+    _, after = resumed(sweep)
+    assert after[TWO].outcome == "lost"
+    assert "something else has this name" in after[TWO].reason
 
 
 def test_a_dry_run_and_a_report_write_nothing(sweep):

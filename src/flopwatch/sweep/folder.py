@@ -6,6 +6,7 @@ runners find the last one gone, only one takes its place.
 """
 
 import contextlib
+import errno
 import os
 import shlex
 import sys
@@ -200,40 +201,29 @@ def _make_folders(sweep: Path) -> None:
     try:
         if sweep.is_dir() and any(sweep.iterdir()) and not is_sweep_folder(sweep):
             raise InputError(f"{sweep} is not empty and not the folder of a sweep; choose another with --output")
-        _move_wrong_types_aside(sweep)
         for name in _FOLDERS:
             (sweep / name).mkdir(parents=True, exist_ok=True)
             os.listdir(sweep / name)
+        _need_type(sweep / RESULTS, Path.is_file)
         with (sweep / RESULTS).open("a"):
             pass
     except OSError as error:
         where = error.filename or sweep
-        raise InputError(f"cannot write to {where}: {error.strerror}; choose another folder with --output") from None
+        advice = "move it away, or choose another folder with --output"
+        raise InputError(f"cannot write to {where}: {error.strerror}; {advice}") from None
 
 
-def _move_wrong_types_aside(sweep: Path) -> None:
-    """Move a file to `earlier/` if the sweep needs a folder of that name, and a folder if the sweep needs a file."""
-    for name in (EARLIER, *_FOLDERS):
-        if os.path.lexists(sweep / name) and not (sweep / name).is_dir():
-            _move_aside(sweep, sweep / name)
-    for name in (SWEEP, RESULTS):
-        if os.path.lexists(sweep / name) and not (sweep / name).is_file():
-            _move_aside(sweep, sweep / name)
-
-
-def _move_aside(sweep: Path, file: Path) -> None:
-    if file == sweep / EARLIER:
-        file.rename(free_name(sweep / f"{EARLIER}-damaged"))
-        return
-    (sweep / EARLIER).mkdir(exist_ok=True)
-    file.rename(free_name(sweep / EARLIER / file.name))
+def _need_type(place: Path, has_right_type: Callable[[Path], bool]) -> None:
+    if os.path.lexists(place) and not has_right_type(place):
+        raise FileExistsError(errno.EEXIST, "something else has this name", str(place))
 
 
 def write_trial_list(sweep: Path, trials: Sequence[Trial], engine: str) -> None:
     """Write `sweep.json` with these trials and all trials that it lists already."""
     earlier = read_trial_list(sweep)
     if earlier.trouble or earlier.newer_format is not None:
-        _move_aside(sweep, sweep / SWEEP)
+        (sweep / EARLIER).mkdir(exist_ok=True)
+        (sweep / SWEEP).rename(free_name(sweep / EARLIER / SWEEP))
     listed = dict(earlier.trials)
     listed |= {trial.name: {"name": trial.name, "key": trial.key, "spec": trial.spec.to_json()} for trial in trials}
     content = {
@@ -255,9 +245,8 @@ def prepare(trial: Trial) -> None:
     check_held(trial.sweep)
     folder, log, run = trial.folder, log_file(trial.sweep, trial.name), run_folder(trial.sweep, trial.name)
     _clear_folder(trial)
-    for file, has_right_type in ((log, Path.is_file), (run, Path.is_dir)):
-        if os.path.lexists(file) and not has_right_type(file):
-            _move_aside(trial.sweep, file)
+    _need_type(log, Path.is_file)
+    _need_type(run, Path.is_dir)
     for place in (folder, log.parent):  # an earlier trial may have deleted the log folder
         place.mkdir(parents=True, exist_ok=True)
     job = TrialJob(

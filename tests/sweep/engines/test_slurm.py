@@ -1,7 +1,9 @@
 """The Slurm engine against a real slurmctld with two slurmd of two cores and two pretended GPUs, and slurmdbd."""
 
 import os
+import signal
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -18,6 +20,7 @@ from testbeds.wait_until import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("slurm")]
 
+FLOPWATCH = [sys.executable, "-m", "flopwatch"]
 TELL_GPUS = 'echo "gpus=$CUDA_VISIBLE_DEVICES" > {trial_dir}/gpus'
 COUNT = "echo $$ >> {trial_dir}/../../ran-$FLOPWATCH_TRIAL_NAME; "
 GATED = COUNT + "while ! test -e {trial_dir}/../../go; do sleep 0.05; done"
@@ -234,6 +237,30 @@ def test_what_is_held_says_so(tmp_path):
     contract.run_all_placed(engine, trials)
 
 
+def test_a_viewer_is_told_what_slurm_says_of_jobs_that_wait(tmp_path):
+    words = [
+        "--engine",
+        "slurm",
+        "--engine-option",
+        "hold=true",
+        "--command",
+        "true",
+        "--batch-size=1,2",
+        "--seq-len=1",
+        "-o",
+        "s",
+    ]
+    with subprocess.Popen([*FLOPWATCH, "sweep", *words], cwd=tmp_path, stdout=subprocess.DEVNULL) as sweep:
+        try:
+            wait_until(lambda: why_jobs_wait(tmp_path / "s"), "the jobs are queued")
+            watch = [*FLOPWATCH, "watch", "s", "--once"]
+            said = subprocess.run(watch, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        finally:
+            sweep.send_signal(signal.SIGTERM)
+    assert "2 jobs wait in Slurm's queue: JobHeldUser\n" in said
+    assert "0 running, 2 queued" in said
+
+
 def test_slurm_gets_more_time_and_memory_than_the_trials_own_limits_and_the_users_options_go_first(tmp_path):
     limits = Limits(wall_seconds=600.0, memory_bytes=1 << 30)
     spec = TrialSpec("command", "none", 1, 1, command="true", limits=limits, cpus=2)
@@ -263,7 +290,7 @@ def test_a_later_one_is_submitted_again_until_slurm_takes_it(tmp_path, monkeypat
     engine.submit([later])
     assert not engine.wait(1.2)
     assert engine.room(later.spec) == 0
-    assert engine.state() == "0 running, 1 queued; sbatch: error: AssocMaxSubmitJobLimit"
+    assert engine.state() == "0 running, 1 queued; waiting: sbatch: error: AssocMaxSubmitJobLimit"
     monkeypatch.setenv("PATH", path)
     contract.run_all_placed(engine, [later])
     assert contract.outcome(later) == "ok"
@@ -277,7 +304,7 @@ def test_a_slurm_that_does_not_answer_ends_nothing_and_is_forgotten_when_it_answ
     contract.wait_for_file(tmp_path / "ran-t0", engine)
     path = put_before(tmp_path / "bin", "sacct", "sacct: error: Unable to contact slurmdbd", monkeypatch)
     assert not engine.wait(1.2)
-    assert engine.state() == "1 running, 0 queued; sacct: error: Unable to contact slurmdbd"
+    assert engine.state() == "1 running, 0 queued; waiting: sacct: error: Unable to contact slurmdbd"
     monkeypatch.setenv("PATH", path)
     assert not engine.wait(1.2)
     assert engine.state() == "1 running, 0 queued"

@@ -24,8 +24,10 @@ from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.numbers import byte_size, duration, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.present.terminal import STYLES, print_document
+from flopwatch.records.sweep_results import read_trial_list
 from flopwatch.records.trial import UNSETTLED, TrialResult
 from flopwatch.report.cells import outcome_class
+from flopwatch.sweep.engines.slurm import why_jobs_wait
 from flopwatch.sweep.folder import Trial
 from flopwatch.sweep.progress import read_progress
 from flopwatch.sweep.runner.observing import Follower, Observer, Stop
@@ -132,7 +134,7 @@ class Progress:
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
         """Print why nothing proceeds, because a sweep that waits for devices or space would otherwise seem to hang."""
         self._running, self._engine_state = dict(running), engine_state
-        is_stuck = any(words in engine_state for words in ("waiting: ", "held", "not answered"))
+        is_stuck = any(words in engine_state for words in ("waiting: ", "not answered"))
         waiting_for = engine_state if is_stuck or (not running and engine_state.startswith("waiting")) else ""
         without_numbers = re.sub(r"[0-9]+", "", waiting_for)
         if waiting_for and without_numbers != self._waiting_for:
@@ -200,6 +202,8 @@ def _ending(result: TrialResult) -> str:
 def watch_sweep(sweep: Path, *, once: bool) -> None:
     """Show a sweep that another process runs, until it ends. Ctrl-C stops the display, not the sweep."""
     follower, folder = Follower(sweep), shlex.quote(str(sweep))
+    if read_trial_list(sweep).engine == "slurm" and (waiting := why_jobs_wait(sweep)):
+        say(waiting)
     try:
         with lasting_output(), shown_progress(follower.plan, follower.stopping) as progress:
             while (state := follower.runner()) is not None:

@@ -159,7 +159,7 @@ class SlurmEngine:
     def state(self) -> str:
         running, submitted = len(self._begun & set(self._tasks)), len(self._tasks)
         queued = submitted - running + sum(map(len, self._held.values()))
-        return f"{running} running, {queued} queued" + (f"; {self._trouble}" if self._trouble else "")
+        return f"{running} running, {queued} queued" + (f"; waiting: {self._trouble}" if self._trouble else "")
 
 
 def job_name(sweep: Path) -> str:
