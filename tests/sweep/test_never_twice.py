@@ -194,10 +194,6 @@ def elsewhere():
     return {**own_identity(), "boot_id": "another", "host": "far"}
 
 
-def test_the_patience_is_longer_than_an_attribute_cache():
-    assert visible_seconds() > 60.0
-
-
 def test_a_result_that_comes_into_sight_late_is_no_loss(sweep, monkeypatch):
     monkeypatch.setattr(claims, "own_identity", elsewhere)
     trial, clock = ready(sweep), FakeClock()
