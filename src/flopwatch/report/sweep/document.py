@@ -28,7 +28,6 @@ from flopwatch.text import listed
 
 _PRIVACY: Templates = {"not private": "not private", "private": "private", "unknown": "unknown"}
 _PRIVACY_SHORT: Templates = {"not private": "no DP", "private": "DP", "unknown": "unknown"}
-_NOT_RUN = ("unsupported", "skipped", "cancelled")
 _AMOUNTS: Templates = {
     "unsupported": "{n:,} unsupported",
     "skipped": "{n:,} skipped",
