@@ -236,9 +236,6 @@ class InProcessEngine:
         self._ended.clear()
         return ended
 
-    def end(self, names: Sequence[str]) -> None:
-        pass
-
     def withdraw(self) -> Sequence[str]:
         return ()
 

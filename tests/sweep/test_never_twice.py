@@ -219,52 +219,6 @@ def test_a_trial_nobody_began_is_told_at_once_and_can_no_longer_begin(sweep):
     assert not log_file(sweep, "one").exists()
 
 
-def test_a_supervisor_without_a_sign_of_life_is_ended_after_its_limits_and_our_patience(sweep):
-    trial, clock, ended = ready(sweep, limits=Limits(90.0, None)), FakeClock(), []
-    claim = trial_claim(trial.folder)
-    claim.clock = clock
-    assert claim.take(attempt="a")
-
-    class Engine:
-        end = staticmethod(ended.extend)
-
-    endings = Endings()
-    for second in range(100):
-        os.utime(claim.file, (second, second))
-        endings.end_silent(Engine(), {"one": trial})
-        clock.advance(10.0)
-    assert ended == [], "as long as it beats it may take what it takes"
-    for _ in range(30):
-        endings.end_silent(Engine(), {"one": trial})
-        clock.advance(10.0)
-    assert ended == ["one"], "once"
-    (told,) = endings.certain([Ended("one")], {"one": trial}, is_patient=False)
-    assert "showed no sign of life for 19" in told.evidence["stuck"]
-
-
-def test_the_time_in_the_queue_is_no_silence_of_the_supervisor_that_starts_then(sweep, monkeypatch):
-    monkeypatch.setattr(claims, "own_identity", elsewhere)
-    trial, clock, ended = ready(sweep, limits=Limits(90.0, None)), FakeClock(time.monotonic()), []
-    claim = trial_claim(trial.folder)
-    claim.clock = clock
-
-    class Engine:
-        end = staticmethod(ended.extend)
-
-    endings = Endings()
-    for _ in range(100):  # queued for longer than the patience
-        endings.end_silent(Engine(), {"one": trial})
-        clock.advance(10.0)
-    assert claim.take(attempt="a")
-    endings.end_silent(Engine(), {"one": trial})
-    assert claim.holder().life == "unknown"
-    clock.advance(10.0)
-    os.utime(claim.file)
-    endings.end_silent(Engine(), {"one": trial})
-    assert claim.holder().life == "alive"
-    assert ended == []
-
-
 def test_a_folder_whose_runner_died_here_is_taken_at_once(tmp_path):
     holder = "import os; from pathlib import Path; from flopwatch.sweep.folder import held_folder\n"
     holder += f"with held_folder(Path({str(tmp_path / 's')!r})): os.kill(os.getpid(), 9)"

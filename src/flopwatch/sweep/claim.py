@@ -91,13 +91,11 @@ class Holder:
         life: `gone` if the process has ended, or has been silent for `visible_seconds` where this host's kernel does
             not know it. `unknown` if it is such a process, and this one has not seen its file touched yet.
         is_here: Whether `life` is what this host's kernel says.
-        silent_seconds: For how long this process has seen the file untouched.
     """
 
     facts: Mapping[str, Any]
     life: Literal["alive", "gone", "unknown"]
     is_here: bool
-    silent_seconds: float
 
     @property
     def may_be_alive(self) -> bool:
@@ -170,14 +168,13 @@ class Claim:
         if (content, touched) != self._seen:  # with `content`, because the time before a claim is taken is no silence
             self._was_touched = self._seen is not None and self._seen[0] == content
             self._seen, self._seen_since = (content, touched), now
-        silent = now - self._seen_since
         facts: dict[str, Any] = content if isinstance(content, dict) else {}
         is_alive = is_alive_here(facts) if isinstance(content, dict) else None
         life: Literal["alive", "gone", "unknown"] = "alive" if is_alive or self._was_touched else "unknown"
-        is_silent = is_alive is None and silent >= visible_seconds()
+        is_silent = is_alive is None and now - self._seen_since >= visible_seconds()
         if is_alive is False or is_silent or facts.get("attempt") == _WITHDRAWN:
             life = "gone"
-        return Holder(facts, life, is_alive is not None, silent)
+        return Holder(facts, life, is_alive is not None)
 
 
 @functools.cache  # one for each trial, because it must remember when its file was last touched

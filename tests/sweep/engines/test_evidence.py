@@ -96,11 +96,10 @@ def test_a_folder_the_node_cannot_write_to_is_named_as_the_cause():
     assert "folder that all nodes share" in ending_from_evidence({"state": "FAILED", "signal": 53})[1]
 
 
-STATES = ["", "TIMEOUT", "OUT_OF_MEMORY", "CANCELLED by 0", "REFUSED", "NOT_TAKEN", "FAILED", "COMPLETED", "UNKNOWN"]
+STATES = ["", "TIMEOUT", "OUT_OF_MEMORY", "CANCELLED by 0", "FAILED", "COMPLETED", "UNKNOWN"]
 EVIDENCE = some.fixed_dictionaries(
     {},
     optional={
-        "stuck": some.sampled_from(["", "it did not respond"]),
         "state": some.sampled_from(STATES),
         "error": some.sampled_from(["", "OutOfMemoryError", "NodeDiedError", "ModuleNotFoundError"]),
         "detail": some.sampled_from(["", "words with {braces}"]),
@@ -129,10 +128,9 @@ def test_a_cause_holds_also_if_the_supervisor_wrote_that_it_was_cancelled(eviden
 
 
 @given(EVIDENCE, some.sampled_from(["NodeDiedError", "OutOfMemoryError"]))
-def test_a_supervisor_that_did_not_respond_goes_before_everything_and_slurms_memory_before_its_state(evidence, error):
-    assert ending_from_evidence({**evidence, "stuck": "silent", "host": None}) == ("lost", "silent")
+def test_slurms_memory_goes_before_its_state_and_before_what_ray_says(evidence, error):
     over_memory = {"state": "TIMEOUT", "error": error, "log": "slurmstepd: error: exceeded memory limit"}
-    assert ending_from_evidence({**evidence, "stuck": None, **over_memory})[0] == "oom_host"
+    assert ending_from_evidence({**evidence, **over_memory})[0] == "oom_host"
 
 
 @pytest.mark.parametrize(

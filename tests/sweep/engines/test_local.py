@@ -124,7 +124,7 @@ def test_one_trial_that_does_not_answer_is_ended_alone_and_its_slot_is_free(tmp_
     supervisors = [int(contract.wait_for_file(folder_of(trial) / "supervisor", engine)) for trial in trials]
     for stopped in (psutil.Process(supervisors[0]).parent(), psutil.Process(supervisors[0])):
         stopped.suspend()
-    engine.end([trials[0].name])
+    engine._kill([trials[0].name])
     (ended,) = contract.run_all_placed(engine, trials[:1])
     assert ended == trials[0].name
     assert engine.room(trials[0].spec)

@@ -312,7 +312,7 @@ class LocalEngine:
             for handle in handles:
                 os.close(handle)
 
-    def end(self, names: Sequence[str]) -> None:
+    def _kill(self, names: Sequence[str]) -> None:
         for name in names:
             running = self._running[name]
             running.process.kill()
@@ -335,7 +335,7 @@ class LocalEngine:
         for running in self._running.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 running.process.wait(max(0.0, deadline - time.monotonic()))
-        self.end([name for name, running in self._running.items() if running.process.poll() is None])
+        self._kill([name for name, running in self._running.items() if running.process.poll() is None])
 
     def close(self) -> None:
         if self._next_slot is not None:

@@ -68,11 +68,6 @@ class Engine(Protocol):
     def wait(self, seconds: float) -> Sequence[Ended]:
         """Wait until a trial ends, but at most `seconds`. Return the trials that ended since the last call."""
 
-    def end(self, names: Sequence[str]) -> None:
-        """Kill these trials with SIGKILL, because their supervisors do not respond. `wait` must report their ends
-        within a minute, even if they survive SIGKILL. This method is optional.
-        """
-
     def withdraw(self) -> Sequence[str]:
         """Withdraw submitted trials that have not begun; return the names of those withdrawn since the last call.
 
@@ -127,10 +122,9 @@ _ANY = object()
 _Ending: TypeAlias = tuple[Mapping[str, object], Outcome, str]
 
 # The causes of an end. They hold even if the supervisor wrote a result, because SIGTERM did not tell it the cause.
-# A supervisor that was killed because it did not respond comes first: the engine saw only the signal. The lines of
-# slurmstepd come before Slurm's state, because Slurm without cgroups reports a job with too much memory as FAILED.
+# The lines of slurmstepd come before Slurm's state, because Slurm without cgroups reports a job with too much memory
+# as FAILED.
 _CAUSES: tuple[_Ending, ...] = (
-    ({"stuck": _ANY}, "lost", "{stuck}"),
     (
         {"state": _ANY, "is_over_memory": True},
         "oom_host",
@@ -153,11 +147,6 @@ _CAUSES: tuple[_Ending, ...] = (
     ({"state": "BOOT_FAIL"}, "lost", "its node did not boot"),
     ({"state": "REVOKED"}, "lost", "Slurm moved the job to another cluster"),
     (
-        {"state": "REFUSED"},
-        "invalid",
-        "Slurm rejected the job: {detail}; correct the engine's settings and run with --only failed",
-    ),
-    (
         {"error": "OutOfMemoryError"},
         "oom_host",
         "Ray's memory monitor killed the trial because its node ran out of memory, perhaps because of another trial; "
@@ -173,7 +162,6 @@ _CAUSES: tuple[_Ending, ...] = (
 # How the supervisor ended. Without a cause, that is all there is to say about a trial without a result. An error of Ray
 # comes first, because then no supervisor ran; Slurm's state comes last, because FAILED says less than a signal.
 _EXITS: tuple[_Ending, ...] = (
-    ({"state": "NOT_TAKEN", "detail": _ANY}, "lost", "{detail}"),
     (
         {"state": "FAILED", "signal": "signal 53"},  # Slurm could not open the file for the job's output
         "lost",
@@ -196,7 +184,7 @@ def ending_from_evidence(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
     Args:
         evidence: What is known about the end. Keys: `state` (of the Slurm job), `error` (class of Ray's exception),
             `detail` (Slurm's or Ray's message), `exit_code` and `signal` of the supervisor, `log` (end of its output),
-            `host`, `stuck` (why a supervisor that did not respond was killed).
+            `host`.
 
     >>> ending_from_evidence({"state": "NODE_FAIL", "host": "n1"})
     ('lost', 'its node failed (n1)')
@@ -235,7 +223,7 @@ def _facts(evidence: Mapping[str, Any]) -> dict[str, Any]:
     lines = [line.strip() for line in str(evidence.get("log") or "").splitlines() if line.strip()]
     number = evidence.get("signal")
     return {
-        **{key: evidence.get(key) for key in ("stuck", "detail", "exit_code")},
+        **{key: evidence.get(key) for key in ("detail", "exit_code")},
         "state": str(evidence.get("state") or "").partition(" ")[0].rstrip("+"),  # "CANCELLED by 1000"
         "error": str(evidence.get("error") or ""),
         "signal": f"signal {number}" if number and isinstance(number, int) else number,

@@ -1,4 +1,4 @@
-"""Decides when a trial is over and what its result is, and ends supervisors that are alive but make no progress.
+"""Decides when a trial is over and what its result is.
 
 A supervisor is the process that runs one trial and writes the trial's result. After the engine has reported the end of
 a supervisor, its result may still be invisible, because a network file system may show the files of another host up to
@@ -16,11 +16,10 @@ from flopwatch.records.trial import TrialResult
 from flopwatch.records.trial_files import STARTED, log_file
 from flopwatch.sweep.attempts import kill_strays, listed_attempts
 from flopwatch.sweep.claim import trial_claim, visible_seconds
-from flopwatch.sweep.engines.protocol import Ended, Engine, ending_from_evidence, outcome_known_to_engine
+from flopwatch.sweep.engines.protocol import Ended, ending_from_evidence, outcome_known_to_engine
 from flopwatch.sweep.folder import Trial, own_result
 from flopwatch.sweep.host.processes import kill_marked
 from flopwatch.sweep.supervisor.build_result import with_finished_steps
-from flopwatch.sweep.supervisor.supervise import allowed_silence
 
 TRANSIENT = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE),  # something is full
@@ -37,26 +36,6 @@ class Endings:
         self._clock = clock
         self._ended: dict[str, Ended] = {}
         self._deadlines: dict[str, float] = {}
-        self._killed: dict[str, str] = {}
-
-    def end_silent(self, engine: Engine, running: Mapping[str, Trial]) -> None:
-        """Kill supervisors that exist and show no sign of life, for example because a file system hangs.
-
-        An engine need not have the method `end`.
-        """
-        found = {}
-        for name, trial in running.items() if hasattr(engine, "end") else ():
-            holder = trial_claim(trial.folder).holder()
-            silent, facts = holder.silent_seconds, holder.facts
-            is_silent = silent > allowed_silence(trial.spec.limits) + visible_seconds()
-            if is_silent and facts and not holder.is_withdrawn and name not in self._killed:
-                process = f"pid {facts.get('pid')} on {facts.get('host')}"
-                found[name] = (
-                    f"the trial's supervisor ({process}) showed no sign of life for {silent:.0f} s and was killed"
-                )
-        self._killed |= found
-        if found:
-            engine.end(list(found))
 
     def certain(self, ended: Iterable[Ended], running: Mapping[str, Trial], *, is_patient: bool = True) -> list[Ended]:
         """Keep the trials that the engine has just reported as ended. Return all kept trials whose outcome is certain.
@@ -67,12 +46,7 @@ class Endings:
             if end.name in running:
                 self._ended.setdefault(end.name, end)
         certain = [name for name in self._ended if not is_patient or self.is_over(running[name])]
-        return [self._with_reason(self._ended.pop(name)) for name in certain]
-
-    def _with_reason(self, ended: Ended) -> Ended:
-        """Add the reason if this process had the supervisor killed, because it hung."""
-        reason = self._killed.pop(ended.name, None)
-        return replace(ended, evidence={"stuck": reason, **ended.evidence}) if reason else ended
+        return [self._ended.pop(name) for name in certain]
 
     def is_over(self, trial: Trial) -> bool:
         """Whether the trial's result is visible, or it is certain that no supervisor runs the trial or will run it."""

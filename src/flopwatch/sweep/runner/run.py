@@ -153,7 +153,6 @@ class _Run:
     def tick(self) -> None:
         if time.monotonic() >= self.next_check:
             check_held(self.sweep)
-            self.endings.end_silent(self.engine, self.running)
             self.next_check = time.monotonic() + BEAT_SECONDS
         if self.stop.is_finishing:
             self._wind_down()

@@ -49,7 +49,6 @@ from flopwatch.sweep.supervisor.ranks import JobEnd, job_end, stacks_of_ranks
 
 _TICK_SECONDS = 0.2  # The memory must be sampled several times a second to enforce a limit.
 _SPEC_TICK_SECONDS = 0.25  # This is the time between two tries to read a `spec.json` that is not visible yet.
-_SILENCE_SECONDS = 600.0  # This is the longest that a supervisor may show no sign of life.
 
 _SUPERSEDED = "the runner gave the trial to another supervisor, because this one had shown no sign of life"
 _SLURM_SIGNAL_SECONDS = 0.5  # The supervisor waits this long for Slurm's SIGTERM after its worker has failed.
@@ -168,11 +167,6 @@ def _write_result(trial: _Supervised, result: TrialResult, *, has_lost_its_folde
 
     when_there_is_space(write, wait)
     return latest
-
-
-def allowed_silence(limits: Limits) -> float:
-    known = [seconds for seconds in (limits.wall_seconds, limits.no_progress_seconds) if seconds is not None]
-    return min([*known, _SILENCE_SECONDS])
 
 
 def _wait_for_job(folder: Path, attempt: str | None) -> TrialJob:
