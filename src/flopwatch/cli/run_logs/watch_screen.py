@@ -62,12 +62,6 @@ def _line(*parts: str | tuple[str, str]) -> Text:
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
-def _spread(left: Text, right: Text, width: int) -> Text:
-    """Join a text at the left edge and one at the right edge. The left one is cut if there is no room."""
-    left.truncate(max(width - right.cell_len - 1, 0), overflow="ellipsis", pad=True)
-    return left + Text(" ") + right
-
-
 def _paragraph(text: str, width: int, style: str = "") -> list[Text]:
     return [_line((line, style)) for line in wrapped(plain(_(text)), max(width, 10)) or [""]]
 
@@ -87,7 +81,9 @@ def _title(run: WatchedRun, place: str, state: State, unix_time: float, width: i
     room = max(width - end.cell_len - len("flopwatch  "), 2)
     place = one_line(place)
     shown = place if len(place) <= room else f"…{place[1 - room :]}"
-    return _spread(_line(("flopwatch ", "dim"), (shown, "bold")), end, width)
+    title = _line(("flopwatch ", "dim"), (shown, "bold"))
+    title.truncate(width - end.cell_len - 1, overflow="ellipsis", pad=True)
+    return title + Text(" ") + end
 
 
 def _facts(run: WatchedRun, width: int) -> Text:
