@@ -3,7 +3,7 @@
     python benchmarks/sweeps/trial_overhead.py --engines local ray slurm
 
 The other side is a shell loop (local), bare Ray tasks (ray) or a bare sbatch array (slurm), each starting the same
-workers on the same trials. Preflight is off: it is work the other side does not do.
+workers on the same trials.
 """
 
 import argparse

@@ -46,7 +46,7 @@ def test_an_observer_that_fails_is_told_of_once_and_the_sweep_goes_on(tmp_path, 
 
 
 def test_a_display_that_fails_does_not_hide_the_runner_from_others(tmp_path):
-    """`sweep attach` and `sweep stop` read runner.json, whatever the runner's own terminal does."""
+    """`flopwatch watch` reads runner.json, whatever the runner's own terminal does."""
     with held_folder(tmp_path / "s"):
         noted = RunnerFile(tmp_path / "s", clock=iter(range(0, 1000, 5)).__next__)
         noted.passing_to(Failing("ticked", MarkupError("x")), Stop())
