@@ -62,7 +62,7 @@ HostMethod: TypeAlias = Literal["high_water", "samples", "rss"]
 
 OUT_OF_MEMORY: tuple[Outcome, ...] = ("oom_device", "oom_host", "oom_inferred")
 
-UNSETTLED: tuple[Outcome, ...] = ("cancelled", "lost", "skipped")
+UNSETTLED: tuple[Outcome, ...] = ("cancelled", "lost")
 """Resuming a sweep always repeats trials with these outcomes, which do not depend on the trial's configuration."""
 
 

@@ -84,7 +84,7 @@ def put_back(sweep: Path, name: str, earlier: str) -> str:
 def is_worse(new: TrialResult, earlier: TrialResult | None) -> bool:
     """Whether the earlier result of a repeated trial is better than the new one, so that the earlier one is kept.
 
-    An `ok` result is better than any other. `cancelled`, `lost` and `skipped` are worse than any other.
+    An `ok` result is better than any other. `cancelled` and `lost` are worse than any other.
     """
     if earlier is None or earlier.outcome in UNSETTLED:
         return False

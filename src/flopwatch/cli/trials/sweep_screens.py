@@ -30,7 +30,7 @@ from flopwatch.report.cells import outcome_class
 from flopwatch.sweep.engines.slurm import why_jobs_wait
 from flopwatch.sweep.folder import Trial
 from flopwatch.sweep.progress import read_progress
-from flopwatch.sweep.runner.observing import Follower, Observer, Stop
+from flopwatch.sweep.runner.observing import Follower, Observer, RunnerState, Stop
 from flopwatch.sweep.runner.plan import GREEN, Plan
 from flopwatch.sweep.start import Screen
 from flopwatch.text import one_line, plural
@@ -50,9 +50,11 @@ class CommandScreen(Screen):
 
     @contextlib.contextmanager
     def watch(self, sweep: Path, plan: Plan) -> Iterator[tuple[Observer | None, Stop]]:
-        stop = Stop()
-        with shown_progress(plan, lambda: _stopping(stop)) as progress, _interrupts(stop, progress.say):
-            yield progress, stop
+        stop, console = Stop(), Console(highlight=False)
+        with _lines(console) as lines, _interrupts(stop, lines):
+            progress = Progress(plan, lines, lambda: _stopping(stop))
+            with _drawn(progress, console):
+                yield progress, stop
 
 
 def _stopping(stop: Stop) -> str:
@@ -83,18 +85,15 @@ def _interrupts(stop: Stop, say_line: Callable[[str], object]) -> Iterator[None]
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def shown_progress(plan: Plan, stopping: Callable[[], str]) -> Iterator["Progress"]:
-    """An observer that prints the progress of the trials; `stopping` returns why no more of them start."""
-    console = Console(highlight=False)
-    lines = PatientLines(lambda line: console.print(Text(line), soft_wrap=True))
-    progress = Progress(plan, lines, stopping)
-    with contextlib.closing(lines):
-        if not console.is_terminal:
-            yield progress
-            return
-        with Live(get_renderable=progress.drawn, console=console, refresh_per_second=4, transient=True):
-            yield progress
+def _lines(console: Console) -> contextlib.closing[PatientLines]:
+    return contextlib.closing(PatientLines(lambda line: console.print(Text(line), soft_wrap=True)))
+
+
+def _drawn(progress: "Progress", console: Console) -> contextlib.AbstractContextManager[object]:
+    """On a terminal, the running trials below the lines."""
+    if not console.is_terminal:
+        return contextlib.nullcontext()
+    return Live(get_renderable=progress.drawn, console=console, refresh_per_second=4, transient=True)
 
 
 class Progress:
@@ -201,21 +200,13 @@ def _ending(result: TrialResult) -> str:
 
 def watch_sweep(sweep: Path, *, once: bool) -> None:
     """Show a sweep that another process runs, until it ends. Ctrl-C stops the display, not the sweep."""
-    follower, folder = Follower(sweep), shlex.quote(str(sweep))
+    follower, folder, console = Follower(sweep), shlex.quote(str(sweep)), Console(highlight=False)
     if read_trial_list(sweep).engine == "slurm" and (waiting := why_jobs_wait(sweep)):
         say(waiting)
     try:
-        with lasting_output(), shown_progress(follower.plan, follower.stopping) as progress:
-            while (state := follower.runner()) is not None:
-                for result in follower.new_results():
-                    progress.ended(result)
-                progress.take(state.running or {})
-                progress.ticked(follower.running(state), state.waiting, state.engine_state)
-                if once:
-                    break
-                time.sleep(_LOOK_EVERY_SECONDS)
-            for result in follower.new_results():
-                progress.ended(result)
+        with lasting_output(), _lines(console) as lines:
+            progress = Progress(follower.plan, lines, follower.stopping)
+            state = _follow(follower, progress, console, once=once)
     except KeyboardInterrupt:
         say(f"\nThe sweep is still running. Show it again: flopwatch watch {folder}")
         return
@@ -229,6 +220,22 @@ def watch_sweep(sweep: Path, *, once: bool) -> None:
         say(f"{plural(len(plan.todo), 'trial')} left; to resume the sweep, run the command that started it.")
     if plan.todo or any(result.outcome not in GREEN for result in plan.kept.values()):
         raise SystemExit(1)
+
+
+def _follow(follower: Follower, progress: "Progress", console: Console, *, once: bool) -> RunnerState | None:
+    """Show the sweep until no process runs it, or once; return what its runner said last, None if there is none."""
+    with _drawn(progress, console):
+        while (state := follower.runner()) is not None:
+            for result in follower.new_results():
+                progress.ended(result)
+            progress.take(state.running or {})
+            progress.ticked(follower.running(state), state.waiting, state.engine_state)
+            if once:
+                break
+            time.sleep(_LOOK_EVERY_SECONDS)
+        for result in follower.new_results():
+            progress.ended(result)
+    return state
 
 
 def print_dry_run(plan: Plan, output: Path, console: Console | None = None) -> None:

@@ -335,7 +335,7 @@ def exit_status(plan: Plan, counts: Mapping[str, int], *, was_stopped: bool, is_
 
 
 def trials_left(plan: Plan, counts: Mapping[str, int]) -> int:
-    return len(plan.todo) - sum(count for outcome, count in counts.items() if outcome not in ("cancelled", "lost"))
+    return len(plan.todo) - sum(count for outcome, count in counts.items() if outcome not in UNSETTLED)
 
 
 def failed_before(plan: Plan) -> int:

@@ -294,8 +294,8 @@ class _Run:
         smallest = self.impossible.get(kind_of(trial.spec))
         if smallest is None or smallest.name == trial.name:
             return None
-        reason = f"not run, because {smallest.name} could not begin ({smallest.outcome}: {smallest.reason})"
-        return _not_run(trial, "skipped", reason, smallest.name)
+        why = f"{smallest.name} could not begin ({smallest.outcome}: {smallest.reason})"
+        return _not_run(trial, "skipped", f"not run, because {why}; once that is mended: --only failed", smallest.name)
 
 
 def _not_run(trial: Trial, outcome: Outcome, reason: str, source: str) -> TrialResult:
