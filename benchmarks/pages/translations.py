@@ -2,7 +2,7 @@
 
 python benchmarks/pages/translations.py
 
-New templates come into the `.po` without a translation, and those that are gone leave it. `tests/test_translations.py`
+New templates come into the `.po` without a translation, and those that are gone leave it. `test_translations.py`
 fails until every template has its Chinese.
 """
 

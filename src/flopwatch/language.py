@@ -169,12 +169,19 @@ def _translated(text: str) -> str:
     if not isinstance(text, Said):
         return text
     template = _catalog().gettext(text.template)
-    if template == text.template:
+    if not template:  # of another version of flopwatch, in a log
         return str(text)
     return _filled(template, {name: _translated(value) for name, value in text.values.items()})
+
+
+class _Unknown(gettext.NullTranslations):
+    def gettext(self, message: str) -> str:
+        return ""
 
 
 @cache
 def _catalog() -> gettext.NullTranslations:
     """The compiled sentences; without the file, everything is English."""
-    return gettext.translation("flopwatch", Path(__file__).parent / "locale", [CHINESE], fallback=True)
+    catalog = gettext.translation("flopwatch", Path(__file__).parent / "locale", [CHINESE], fallback=True)
+    catalog.add_fallback(_Unknown())
+    return catalog

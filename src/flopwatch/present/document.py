@@ -366,6 +366,10 @@ class Document(NamedTuple):
     style: str = ""
     have_all: Mapping[Medium, str] = MappingProxyType(_HAVE_ALL)
 
+    @property
+    def whole_title(self) -> str:
+        return Cell(self.kind, detail=self.title).whole if self.kind else self.title
+
 
 class Renderer(Generic[Made]):
     """Shows parts in one medium, each by the method with the name of its type: a `Grid` by `grid`.

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from flopwatch.language import Said, _, sentences
+from flopwatch.language import Said, _
 from flopwatch.present import document as doc
 from flopwatch.text import one_line, plain
 
@@ -11,7 +11,7 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#|~$])")
 
 
 def to_markdown(document: doc.Document) -> str:
-    lines = [f"## {escaped(sentences([document.kind, document.title]))}\n"]
+    lines = [f"## {escaped(document.whole_title)}\n"]
     lines += [f"{escaped(sentence)}\n" for sentence in document.lead]
     lines += _Markdown("markdown", document, 3).parts(document.parts)
     return "\n".join(lines).rstrip() + "\n"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flopwatch.language import Said, _, language, sentences
+from flopwatch.language import Said, _, language
 from flopwatch.present import document as doc
 from flopwatch.present.svg import COLOURS, bars_svg, esc, legend_marker, verbatim
 from flopwatch.text import plain
@@ -36,7 +36,6 @@ def to_page(document: doc.Document) -> str:
         f"style-src 'unsafe-inline'; script-src 'sha256-{b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
     )
     policy = f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"
-    title = sentences([document.kind, document.title])
     lead = "".join(f'<p class="soft">{in_words(sentence)}</p>' for sentence in document.lead)
     made = Said(
         "flopwatch {version}, from {source}. The page loads no files.", version=__version__, source=document.source
@@ -47,7 +46,7 @@ def to_page(document: doc.Document) -> str:
 <html lang="{_LOCALES[language()]}"><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{esc(title)}</title><style>{style}</style></head><body>
+<title>{esc(document.whole_title)}</title><style>{style}</style></head><body>
 <header><h1><small>{esc(document.about or "flopwatch")}</small>{esc(document.title)}</h1>
 {lead}</header>
 <nav>{"".join(links)}</nav>

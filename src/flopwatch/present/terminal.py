@@ -12,7 +12,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from flopwatch.language import _, sentences
+from flopwatch.language import _
 from flopwatch.present import document as doc
 from flopwatch.text import cells, one_line, plain, wrapped
 
@@ -149,7 +149,7 @@ class _Terminal(doc.Renderer[RenderableType]):
 
     def bars(self, part: doc.Bars) -> Iterator[RenderableType]:
         if part.title:
-            yield from self.paragraph(sentences([part.title, part.remark]), "bold")
+            yield from self.paragraph(doc.Cell(part.title, detail=part.remark).whole, "bold")
         bars = [bar._replace(name=_said(bar.name), text=_said(bar.text)) for bar in part.bars]
         names = max((cell_len(bar.name) for bar in bars), default=0)
         texts = max((cell_len(bar.text) for bar in bars), default=0)

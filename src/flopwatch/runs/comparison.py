@@ -478,7 +478,7 @@ def _change(a: float | None, b: float | None, unit: str) -> float | None:
 
 def _totals(a: RunLog, b: RunLog) -> list[Line]:
     again = recompute_percent(a), recompute_percent(b)
-    lines = [Line("recompute_percent", "recompute", "%", *again, _change(*again, "%"))]
+    lines = [Line("recompute_percent", Said("recompute"), "%", *again, _change(*again, "%"))]
     for key, label, unit in TOTALS:
         in_a, in_b = total(a, key), total(b, key)
         if key == "perf/goodput_percent" and _leaves_out_much(a, b):

@@ -356,9 +356,10 @@ def _peak(explanation: Explanation) -> Iterator[str]:
         scaled = Said("scaled to the {share} of the device that this process can use")
         yield scaled.filled(share=percent(peak["fraction"]))
     devices = provenance.device_count
-    yield counted(
-        devices, "{n} device", "{n} devices, {rate:,.0f} FLOP/s in all", rate=f"{devices * peak['flops_per_s']:,.0f}"
+    all_devices = Said(
+        "{devices} devices, {rate:,.0f} FLOP/s in all", devices=devices, rate=devices * peak["flops_per_s"]
     )
+    yield Said("1 device") if devices == 1 else all_devices
 
 
 def _tokens(explanation: Explanation) -> Iterator[str]:
