@@ -32,7 +32,6 @@ NOT_RUN = {
     "docs/doctor.md": ["takes long, and needs an accelerator"],
     "docs/index.md": ["installs packages"],
     "docs/overhead.md": ["takes half an hour and installs other tools"],
-    "docs/sweep.md": ["a sweep in the background", "needs two sweeps"],
     "docs/versions.md": ["builds environments for hours"],
     "docs/why.md": ["needs a training that runs meanwhile"],
 }
