@@ -83,7 +83,10 @@ def test_a_trial_that_deletes_its_folder_is_not_run_at_every_resume(tmp_path, mo
 def test_a_trial_that_deletes_the_list_of_trials_does_not_end_the_sweep(tmp_path, monkeypatch):
     monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
     matrix = specs("true", "rm {trial_dir}/../../sweep.json {trial_dir}/../../results.jsonl", "true")
-    found = run_sweep(tmp_path / "s", matrix, LocalEngine())
+    run_sweep(tmp_path / "s", matrix, LocalEngine())
+    again = Listener()
+    found = run_sweep(tmp_path / "s", matrix, LocalEngine(), listener=again)
+    assert again.begun == [], "the same command finds every result in the folder of its trial"
     assert [found[f"command_bs{batch}_seq8"].outcome for batch in (1, 2, 3)] == ["ok", "ok", "ok"]
     assert len(json.loads((tmp_path / "s" / "sweep.json").read_text())["trials"]) == 3
 

@@ -12,7 +12,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -302,15 +302,6 @@ def own_result(sweep: Path, name: str) -> TrialResult | None:
 
 def attempt_of(sweep: Path, name: str) -> str:
     return str(read_object(trial_folder(sweep, name) / SPEC).get("attempt", ""))
-
-
-def restore_lists(sweep: Path, trials: Sequence[Trial], kept: Iterable[TrialResult], engine: str) -> None:
-    """Write `sweep.json` and `results.jsonl` again, after a trial has deleted them."""
-    check_held(sweep)
-    _make_folders(sweep)
-    write_trial_list(sweep, trials, engine)
-    for result in kept:
-        record(sweep, result)
 
 
 def record(sweep: Path, result: TrialResult) -> None:

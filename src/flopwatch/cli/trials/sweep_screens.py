@@ -24,10 +24,8 @@ from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.numbers import byte_size, duration, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.present.terminal import STYLES, print_document
-from flopwatch.records.sweep_results import read_trial_list
 from flopwatch.records.trial import UNSETTLED, TrialResult
 from flopwatch.report.cells import outcome_class
-from flopwatch.sweep.engines.slurm import why_jobs_wait
 from flopwatch.sweep.folder import Trial
 from flopwatch.sweep.progress import read_progress
 from flopwatch.sweep.runner.observing import Follower, Observer, RunnerState, Stop
@@ -201,8 +199,8 @@ def _ending(result: TrialResult) -> str:
 def watch_sweep(sweep: Path, *, once: bool) -> None:
     """Show a sweep that another process runs, until it ends. Ctrl-C stops the display, not the sweep."""
     follower, folder, console = Follower(sweep), shlex.quote(str(sweep)), Console(highlight=False)
-    if read_trial_list(sweep).engine == "slurm" and (waiting := why_jobs_wait(sweep)):
-        say(waiting)
+    if follower.jobs_wait:
+        say(follower.jobs_wait)
     try:
         with lasting_output(), _lines(console) as lines:
             progress = Progress(follower.plan, lines, follower.stopping)

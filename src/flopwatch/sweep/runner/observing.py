@@ -22,6 +22,7 @@ from flopwatch.records.sweep_results import new_results, read_results, read_tria
 from flopwatch.records.trial import UNSETTLED, TrialResult, TrialSpec
 from flopwatch.records.trial_files import RESULTS, RUNNER
 from flopwatch.sweep.claim import Claim, Holder
+from flopwatch.sweep.engines.slurm import why_jobs_wait
 from flopwatch.sweep.folder import FolderGoneError, Trial, check_held, runner_claim
 from flopwatch.sweep.progress import full_disk
 from flopwatch.sweep.runner.plan import Plan
@@ -185,7 +186,9 @@ class Follower:
         file = sweep / RESULTS
         self._results = files.LineFollower(file, file.stat().st_size if file.is_file() else 0)
         self._trials: dict[str, Trial] = {}
-        for name, entry in read_trial_list(sweep).trials.items():
+        listed = read_trial_list(sweep)
+        self.jobs_wait = why_jobs_wait(sweep) if listed.engine == "slurm" else ""  # asked once, to spare Slurm
+        for name, entry in listed.trials.items():
             with contextlib.suppress(BrokenRecordError, KeyError):
                 spec = read_record(TrialSpec, entry["spec"])
                 self._trials[name] = Trial(sweep, name, str(entry.get("key")), spec)

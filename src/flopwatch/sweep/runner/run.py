@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.records.trial import UNSETTLED, Outcome, TrialResult
-from flopwatch.records.trial_files import RESULTS, SWEEP
+from flopwatch.records.trial_files import RESULTS
 from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
 from flopwatch.sweep.claim import BEAT_SECONDS, trial_claim
 from flopwatch.sweep.engines.protocol import Ended, Engine
@@ -25,7 +25,6 @@ from flopwatch.sweep.folder import (
     own_result,
     prepare,
     record,
-    restore_lists,
 )
 from flopwatch.sweep.runner.endings import TRANSIENT, Endings, result_of
 from flopwatch.sweep.runner.observing import Observer, SafeObserver, Stop
@@ -184,8 +183,6 @@ class _Run:
     def _write_results(self) -> None:
         while self.unwritten and self._can_write():
             try:
-                if not (self.sweep / SWEEP).exists():  # a trial may delete it
-                    restore_lists(self.sweep, self.plan.trials, list(self.plan.kept.values()), self.engine.name)
                 record(self.sweep, self.unwritten[0])
             except OSError as error:
                 if error.errno not in TRANSIENT:
