@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flopwatch.monitor.config import read_config
 from support.warm_python import start_warm
 
 COMMAND = "from flopwatch.cli import main; main()"
@@ -113,7 +114,7 @@ def test_attention_of_the_file_counts_from_the_first_step_on(run_with):
     ("settings", "message"),
     [
         ("flopwatch: {log_evry: 2}", "flopwatch.log_evry: not a known key; did you mean 'log_every'?"),
-        ("log_every: 2\nsinkz: [tensorboard]", "sinkz (did you mean 'sinks'?)"),
+        ("log_every: 2\nsinkz: [tensorboard]", "sinkz: not a known key; did you mean 'sinks'?"),
         ("flopwatch: {log_every: often}", "log_every='often'"),
         ("flopwatch: {sinks: [tensorbord]}", "did you mean 'tensorboard'?"),
     ],
@@ -135,3 +136,17 @@ def test_without_a_log_no_command_is_advised_that_would_read_it(tmp_path):
     assert "the run's log cannot be written" in unwritable
     assert "Next:" not in unwritable
     assert f"Next: flopwatch why {tmp_path}/run" in written
+
+
+def test_a_misspelt_key_does_not_hide_a_wrong_value_beside_it():
+    first, second = read_config({"mode": "smrt", "log_evry": 5})[1]
+
+    assert first == "log_evry: not a known key; did you mean 'log_every'?"
+    assert second.startswith("mode='smrt': input should be 'smart'")
+
+
+def test_a_misspelt_key_in_the_configuration_of_a_training_is_said_with_where_to_put_settings():
+    [problem] = read_config({"log_every": 5, "mod": "smart", "learning_rate": 0.1})[1]
+
+    assert "did you mean 'mode'?" in problem
+    assert "put the settings below `flopwatch:`" in problem

@@ -172,9 +172,10 @@ def translate(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Find the monitor's settings in a training configuration; return them, and messages about unknown keys.
 
     A setting at the top level, outside the monitor's sections, is used only if all keys at that level belong to the
-    monitor, because `mode` or `dtype` in a training's configuration usually means something else.
+    monitor or are misspelt, because `mode` or `dtype` in a training's configuration usually means something else.
     """
-    ours_alone = all(key in _FIELDS or key in SECTIONS or key in MONITOR for key in content)
+    ours = [key for key in content if key in _FIELDS or key in SECTIONS or key in MONITOR]
+    ours_alone = all(key in ours or (ours and get_close_matches(str(key), _FIELDS, n=1)) for key in content)
     found: dict[str, Any] = {}
     unknown: list[str] = []
     for path, value in _leaves(content):
@@ -182,7 +183,7 @@ def translate(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         setting = name if name in _FIELDS else MONITOR.get(name, name)
         if (name in _FIELDS or name in MONITOR) and (is_in_section or "." in name or ours_alone):
             found[setting] = value
-        elif is_in_section and (name or value is not None):  # a section without settings is no mistake
+        elif (is_in_section or ours_alone) and (name or value is not None):  # a section without settings is no mistake
             words = [*_FIELDS, *(key.rpartition(".")[2] for key in MONITOR)]
             close = get_close_matches(name.rpartition(".")[2], words, n=1)
             unknown.append(f"{path}: not a known key" + (f"; did you mean {close[0]!r}?" if close else ""))
