@@ -4,7 +4,6 @@ import gc
 import json
 import logging
 import pickle
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -94,20 +93,6 @@ def test_a_model_saved_in_mid_run_can_be_loaded_without_flopwatch(watched: Watch
 
     assert b"flopwatch" not in saved
     assert pickle.loads(saved)(torch.ones(1, 8)).shape == (1, 8)
-
-
-@pytest.mark.slow
-def test_without_stderr_nothing_is_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stderr", None)
-    watched = flopwatch.watch(tmp_path / "run", log_every=5)
-    model = nn.Linear(8, 8)
-    train(model, sgd(model))
-    watched.stop()
-
-    assert summary(watched).step == 4
-    assert capsys.readouterr().out == ""
 
 
 def evaluate(model: nn.Module, *, in_training_mode: bool) -> None:

@@ -70,12 +70,6 @@ def test_the_fastest_measurement_counts_whatever_number_of_threads_the_training_
         torch.set_num_threads(threads)
 
 
-def test_a_measurement_does_not_replace_a_peak_that_is_known_otherwise(flopwatch, monkeypatch):
-    flopwatch(*MEASURE, "--dtype", "fp32")
-    monkeypatch.setenv("FLOPWATCH_PEAK_TFLOPS", "3")
-    assert peak_flops("cpu", "fp32").flops_per_s == 3e12
-
-
 def test_a_measurement_on_another_device_is_not_used_for_a_log(flopwatch, tmp_path):
     train("run")
     flopwatch(*MEASURE, "--dtype", "bf16")

@@ -5,7 +5,6 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-import flopwatch
 from flopwatch.integrations.fabric import monitor_for
 from testbeds.frameworks import tiny_run
 
@@ -39,14 +38,6 @@ def train(fabric, folder, *, compiled=False, make_monitor=monitor_for, epochs=1)
     if monitor:
         monitor.close()
     return monitor, tiny_run.parameters(plain)
-
-
-def test_a_plain_monitor_on_a_wrapped_model_counts_the_same(tmp_path):
-    def plain_monitor(fabric, model, folder):
-        return flopwatch.TrainingMonitor(folder, model=model)
-
-    monitor, _ = train(fabric_for_cpu(), tmp_path, make_monitor=plain_monitor)
-    assert 2 * monitor.summary.values["total/model_flops"] == tiny_run.truth()["total/model_flops"]
 
 
 def test_a_pair_may_have_more_than_the_model_takes(tmp_path):

@@ -98,17 +98,6 @@ METRICS = {
 }
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_metrics_of_the_user_whose_names_look_alike_are_left_alone(path, order):
-    metrics = dict(list(METRICS.items())[::order])
-    sent = [row(1, 10, metrics=metrics), row(11, 20, metrics=metrics), row(21, 30, exact=False, metrics=metrics)]
-    write(path, START, *sent, doubt((12, 30)))
-    first, second, third = (line for line in lines_of(path) if line["type"] == "row")
-    assert (first, third) == (sent[0].to_json(), sent[2].to_json())
-    values = {**sent[1].values, "perf/exact": 0}
-    assert second == {**sent[1].to_json(), "exact": False, "values": values}
-
-
 @pytest.mark.parametrize("there_is", ["no file", "another file"])
 def test_a_log_that_was_deleted_meanwhile_gets_the_notice_and_another_file_stays_as_it_is(path, there_is):
     sink = JsonlSink(path)

@@ -101,17 +101,6 @@ def test_the_first_exception_is_reported_once_and_switches_the_sink_off(start, e
     assert (len(sink.records), sink.closed, thread.dropped_rows) == (2, 1, 0)
 
 
-@pytest.mark.parametrize("method", ["flush", "close"])
-def test_an_exception_of_flush_or_close_is_reported_too(start, method):
-    sink = RecordingSink("broken")
-    setattr(sink, method, lambda: 1 / 0)
-    thread = start(sink)
-    thread.put(START)
-    assert thread.close(10)
-    assert [name for name, _ in start.failures] == ["broken"]
-    assert "ZeroDivisionError" in thread.failed
-
-
 def test_a_row_is_not_given_to_the_sinks_it_skips(start):
     sinks = [RecordingSink("wandb"), RecordingSink("other")]
     threads = [start(sink) for sink in sinks]

@@ -99,17 +99,3 @@ def asked_anew():
     slow_link_module.why_not.cache_clear()
     yield
     slow_link_module.why_not.cache_clear()
-
-
-def test_a_machine_that_cannot_skips(monkeypatch, asked_anew):
-    monkeypatch.setattr(slow_link_module.os, "geteuid", lambda: 1000)
-    monkeypatch.setenv("FLOPWATCH_REQUIRE_SERVERS", "1")
-    with pytest.raises(pytest.skip.Exception, match="root"):
-        need_slow_link()
-
-
-def test_a_machine_that_promised_the_tools_and_lacks_them_fails(monkeypatch, asked_anew):
-    monkeypatch.setattr(slow_link_module.shutil, "which", lambda name: None)
-    monkeypatch.setenv("FLOPWATCH_REQUIRE_SERVERS", "1")
-    with pytest.raises(pytest.fail.Exception, match="ip, nsenter"):
-        need_slow_link()

@@ -296,23 +296,6 @@ def test_a_double_backward_of_ones_own_is_needed(phases: Any) -> None:
     assert recompute == 0
 
 
-def test_a_buffer_that_was_written_to_holds_another_factor(phases: Any) -> None:
-    class Overwritten(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            ctx.buffer = x.clone()
-            ctx.save_for_backward(weight)
-            return ctx.buffer @ weight.t()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-            (weight,) = ctx.saved_tensors
-            ctx.buffer.copy_(gradients[0] @ weight)
-            return ctx.buffer, (ctx.buffer @ weight.t()).t() @ ctx.buffer  # not a gradient, but another product
-
-    assert phases(WithHead(Overwritten.apply)) == (LAYER + HEAD, LAYER + 3 * HEAD, 0)
-
-
 class Reversible(torch.autograd.Function):
     """y = x + f(p), and p is not kept but rebuilt: the sum is undone in the backward pass."""
 

@@ -136,15 +136,6 @@ def test_at_the_end_steps_of_a_kind_that_never_changed_are_believed():
     assert evidence.unproven() is None
 
 
-def test_ops_without_a_formula_make_a_lower_bound():
-    evidence = Evidence()
-    for step in range(3):
-        evidence.add(ONE, step, count(100, uncounted=("aten::new",)))
-
-    assert evidence.uncounted == ("aten::new",)
-    assert "(aten::new), so its FLOPs are a lower bound" in evidence.verdict(ONE, 3).reason
-
-
 def test_the_first_step_of_which_less_was_seen_is_compared_without_its_gradients():
     evidence = counted(100, 100, 100)
 
