@@ -7,7 +7,7 @@ stored. They are printed with rich as `Text`, never as markup, because they may 
 import re
 from collections.abc import Iterator, Sequence
 
-from flopwatch.language import Said
+from flopwatch.language import Said, commas
 
 _ESCAPE_SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 # Characters that are escaped: C0 and C1 control codes except tab and newline, direction marks (they reorder the text
@@ -71,7 +71,7 @@ def listed(names: Sequence[str], at_most: int = 5) -> str:
     >>> listed(["a", "b", "c"], 2), listed(["a", "b"])
     ('a, b and 1 more', 'a, b')
     """
-    first = ", ".join(names[:at_most])
+    first = commas(names[:at_most])
     more = len(names) - at_most
     return Said("{names} and {more:,} more", names=first, more=more) if more > 0 else first
 

@@ -152,7 +152,7 @@ def _modules(count: FlopCount) -> doc.Grid:
         parts = [f"{part / factor:,.1f}" if part else "" for part in (flops.forward, flops.backward, flops.recompute)]
         share = flops.total / count.hardware_flops
         rows.append((name, times, *parts, percent(share), doc.Cell("█" * round(share * 24), "ok")))
-    numbers = doc.numbers("times", "forward", "backward", "rerun", "share")
+    numbers = doc.english_numbers("times", "forward", "backward", "rerun", "share")
     return doc.Grid(["module", *numbers, ""], rows, note=f"in {prefix}FLOP")
 
 

@@ -120,6 +120,11 @@ def numbers(*heads: str) -> tuple[Head, ...]:
     return tuple(Head(Said(head), is_number=True) for head in heads)
 
 
+def english_numbers(*heads: str) -> tuple[Head, ...]:
+    """Columns of numbers of a command whose output is English, or with names of users."""
+    return tuple(Head(head, is_number=True) for head in heads)
+
+
 class Grid(NamedTuple):
     """A table.
 

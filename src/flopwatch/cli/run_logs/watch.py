@@ -10,7 +10,7 @@ from flopwatch.cli import RUNS_FOLDER, flag
 from flopwatch.cli.run_logs import PEAK_TFLOPS, RunDir, chosen_run, peak_to_use, show
 from flopwatch.errors import InputError
 from flopwatch.numbers import number, percent
-from flopwatch.present.document import Cell, Document, Grid, Most, numbers
+from flopwatch.present.document import Cell, Document, Grid, Most, english_numbers
 from flopwatch.records.sweep_results import is_sweep_folder
 from flopwatch.runs.log_file import find_log, runs_below
 from flopwatch.runs.reading import read_around
@@ -87,7 +87,9 @@ def _list_of_runs(folder: str) -> Document:
                 "" if run.row is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(run.heard_unix_time)),
             )
         )
-    return Document("", [Grid(("run", "state", *numbers("step", "loss", "MFU", "last record")), rows, most=_ALL_ROWS)])
+    return Document(
+        "", [Grid(("run", "state", *english_numbers("step", "loss", "MFU", "last record")), rows, most=_ALL_ROWS)]
+    )
 
 
 def _watch_live(feed: WatchFeed, console: "Console", refresh_seconds: float) -> None:

@@ -268,7 +268,7 @@ def probe_line(probe: Probe) -> str:
 
 
 def print_found(found: Found, max_batch: int, console: Console | None = None) -> None:
-    columns: tuple[doc.Head | str, ...] = (*doc.numbers("batch", "memory", "step time", "samples/s"), "outcome")
+    columns: tuple[doc.Head | str, ...] = (*doc.english_numbers("batch", "memory", "step time", "samples/s"), "outcome")
     rows = []
     for probe in sorted(found.probes, key=lambda probe: probe.batch_size):
         memory = byte_size(probe.peak_bytes) if probe.peak_bytes is not None and probe.fits else ""

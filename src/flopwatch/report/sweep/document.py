@@ -194,7 +194,8 @@ def _remarks(choices: Sequence[Choice]) -> doc.Items:
     rows: dict[str, list[str]] = defaultdict(list)
     for choice in choices:
         for sentence in (*([choice.verdict] if choice.tied else []), *choice.caveats):
-            rows[sentence].append(f"{choice.seq_len} {_PRIVACY_SHORT[choice.privacy]}")
+            short = Said(_PRIVACY_SHORT[choice.privacy])
+            rows[sentence].append(Said("{length} {privacy}", length=choice.seq_len, privacy=short))
     remark = Said("{what}: {facts}")
     remarks = [remark.filled(what=listed(places, _MOST_PLACES), facts=sentence) for sentence, places in rows.items()]
     return doc.Items(remarks, most=doc.Most(12, 0, 0), more=Said("more remarks"))

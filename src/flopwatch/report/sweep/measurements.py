@@ -48,13 +48,9 @@ def narrowed(group: Group) -> Group:
 
 
 def _matrices(group: Group, metrics: Sequence[ShownMetric]) -> doc.Tabs:
-    columns, rows = [*_SIZES, *_heads(group.trainers)], list(matrix_rows(group).items())
+    columns, rows = [*_SIZES, *doc.english_numbers(*group.trainers)], list(matrix_rows(group).items())
     tables = [_sized(columns, doc.Lazy(rows, partial(_matrix_cells, one)), one.title) for one in metrics]
     return doc.Tabs(tables, sentences(_matrix_notes(group)) if metrics else "")
-
-
-def _heads(trainers: Sequence[str]) -> list[doc.Head]:
-    return [doc.Head(name, is_number=True) for name in trainers]
 
 
 def matrix_rows(group: Group) -> dict[tuple[int, int], list[TrialCell | None]]:
@@ -115,7 +111,7 @@ def _frontier(group: Group) -> doc.Grid:
         notes.append(Said("The device has {size}.", size=byte_size(capacity)))
     if not all(point.is_monotone for point in group.frontier):
         notes.append(Said("! A batch ran although a smaller one ran out of memory: the limit is unclear."))
-    columns, rows = [_SIZES[0], *_heads(group.trainers)], doc.Lazy(group.seq_lens, cells)
+    columns, rows = [_SIZES[0], *doc.english_numbers(*group.trainers)], doc.Lazy(group.seq_lens, cells)
     title = Said("Largest batch that ran (smallest out of memory)")
     return doc.Grid(columns, rows, title, sentences(notes), _ROWS, is_spaced=True, fits=True)
 
