@@ -20,7 +20,7 @@ from flopwatch.sweep.folder import FolderGoneError, Trial, held_folder, prepare
 from flopwatch.sweep.host.memory import HostPeak
 from flopwatch.sweep.progress import Progress, read_progress
 from flopwatch.sweep.supervisor.build_result import collect_measurements
-from support.sweeping import Listener, left_behind, run_sweep
+from support.sweeping import left_behind, run_sweep
 from testbeds.wait_until import wait_until
 
 pytestmark = pytest.mark.slow
@@ -40,44 +40,11 @@ def run(sweep, command, **changes):
     return read_result(trial_folder(sweep, "one") / "result.json")
 
 
-@pytest.mark.parametrize("command", ["rm -r {trial_dir}", "rm {trial_dir}/*", "rm -r {trial_dir}; mkdir {trial_dir}"])
-def test_a_trial_that_deletes_its_folder_is_told_so(sweep, command):
-    result = run(sweep, f"echo '{{\"samples_per_s\": 1}}' > {{trial_dir}}/metrics.json; {command}")
-    assert result.outcome == "error"
-    assert "its folder was deleted while it ran, so what it measured could not be kept" in result.reason
-    assert "ran to its end" in result.reason
-    assert result.evidence["deleted_while_it_ran"] == ["its folder"]
-    assert json.loads((trial_folder(sweep, "one") / "spec.json").read_text())["name"] == "one"
-
-
-def test_a_trial_that_deletes_its_folder_and_is_killed_keeps_its_outcome(sweep):
-    result = run(sweep, "rm -r {trial_dir}; sleep 60", limits=Limits(0.5, None))
-    assert result.outcome == "timeout"
-    assert "its folder was deleted while it ran" in result.reason
-
-
-def test_a_trial_that_deletes_its_log_is_ok_and_told_so(sweep):
-    result = run(sweep, "rm {trial_dir}/../../logs/one.log")
-    assert (result.outcome, result.reason) == ("ok", "ran to its end; its log was deleted while it ran")
-
-
 def specs(*commands):
     return [
         TrialSpec("command", "none", batch + 1, 8, command=command, limits=Limits(60.0, None))
         for batch, command in enumerate(commands)
     ]
-
-
-def test_a_trial_that_deletes_its_folder_is_not_run_at_every_resume(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
-    matrix = specs("true", "rm -rf {trial_dir}", "true")
-    run_sweep(tmp_path / "s", matrix[:1], LocalEngine())
-    run_sweep(tmp_path / "s", matrix, LocalEngine())
-    again = Listener()
-    found = run_sweep(tmp_path / "s", matrix, LocalEngine(), listener=again)
-    assert again.begun == []
-    assert [found[f"command_bs{batch}_seq8"].outcome for batch in (1, 2, 3)] == ["ok", "error", "ok"]
-    assert "its folder was deleted" in found["command_bs2_seq8"].reason
 
 
 def test_a_trial_that_deletes_the_list_of_trials_does_not_end_the_sweep(tmp_path, monkeypatch):

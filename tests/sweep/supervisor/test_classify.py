@@ -15,38 +15,38 @@ EXCEPTION = {"type": "ValueError", "message": "a mistake\nwith details", "outcom
 @pytest.mark.parametrize(
     ("ending", "outcome"),
     [
-        (ExitFacts(exit_code=0, has_finished=True), "ok"),
-        (ExitFacts(exit_code=0, is_command=True), "ok"),
-        (ExitFacts(exit_code=0, is_command=True, own_kill="timeout"), "timeout"),
-        (ExitFacts(exit_code=0, is_command=True, own_kill="cancelled"), "cancelled"),
-        (ExitFacts(exit_code=3, oom_kills=1), "oom_host"),
-        (ExitFacts(exit_code=3, oom_kills=1, has_own_group=False), "error"),
-        (ExitFacts(exit_code=137, oom_kills=1, has_own_group=False, is_command=True), "oom_host"),
-        (ExitFacts(exit_code=0), "error"),
-        (ExitFacts(exit_code=3), "error"),
-        (ExitFacts(exit_code=1, exception=EXCEPTION), "error"),
-        (ExitFacts(exit_code=1, exception={**EXCEPTION, "outcome": "oom_device"}), "oom_device"),
-        (ExitFacts(signal_number=signal.SIGSEGV), "crash"),
-        (ExitFacts(signal_number=signal.SIGKILL), "crash"),
-        (ExitFacts(signal_number=signal.SIGKILL, oom_kills=1), "oom_host"),
-        (ExitFacts(exit_code=137, oom_kills=1, is_command=True), "oom_host"),
-        (ExitFacts(signal_number=signal.SIGSEGV, oom_kills=1), "crash"),
-        (ExitFacts(exit_code=1, exception=EXCEPTION, oom_kills=1), "oom_host"),
-        (ExitFacts(exit_code=1, exception=EXCEPTION, oom_kills=1, has_own_group=False), "error"),
-        (ExitFacts(exit_code=0, is_command=True, oom_kills=1), "oom_host"),
-        (ExitFacts(exit_code=0, is_command=True, oom_kills=1, has_own_group=False), "ok"),
-        (ExitFacts(exit_code=1, is_command=True, reported="oom_device"), "oom_device"),
-        (ExitFacts(exit_code=0, is_command=True, reported="oom_host"), "oom_host"),
-        (ExitFacts(own_kill="oom_host", signal_number=signal.SIGKILL), "oom_host"),
-        (ExitFacts(signal_number=signal.SIGKILL, held_bytes=96, limit_bytes=100), "oom_host"),
-        (ExitFacts(signal_number=signal.SIGKILL, held_bytes=90, limit_bytes=100), "crash"),
-        (ExitFacts(signal_number=signal.SIGKILL, held_bytes=96), "crash"),
-        (ExitFacts(signal_number=signal.SIGABRT, held_bytes=96, limit_bytes=100), "oom_host"),
-        (ExitFacts(signal_number=signal.SIGABRT, held_bytes=90, limit_bytes=100), "crash"),
-        (ExitFacts(signal_number=signal.SIGSEGV, held_bytes=101, limit_bytes=100), "crash"),
-        (ExitFacts(exit_code=0, is_command=True, held_bytes=101, limit_bytes=100), "oom_host"),
-        (ExitFacts(exit_code=1, held_bytes=99, limit_bytes=100), "error"),
-        (ExitFacts(exit_code=1, exception=EXCEPTION, held_bytes=101, limit_bytes=100), "error"),
+        (ExitFacts(status=0, has_finished=True), "ok"),
+        (ExitFacts(status=0, is_command=True), "ok"),
+        (ExitFacts(status=0, is_command=True, own_kill="timeout"), "timeout"),
+        (ExitFacts(status=0, is_command=True, own_kill="cancelled"), "cancelled"),
+        (ExitFacts(status=3, oom_kills=1), "oom_host"),
+        (ExitFacts(status=3, oom_kills=1, has_own_group=False), "error"),
+        (ExitFacts(status=137, oom_kills=1, has_own_group=False, is_command=True), "oom_host"),
+        (ExitFacts(status=0), "error"),
+        (ExitFacts(status=3), "error"),
+        (ExitFacts(status=1, exception=EXCEPTION), "error"),
+        (ExitFacts(status=1, exception={**EXCEPTION, "outcome": "oom_device"}), "oom_device"),
+        (ExitFacts(status=-signal.SIGSEGV), "crash"),
+        (ExitFacts(status=-signal.SIGKILL), "crash"),
+        (ExitFacts(status=-signal.SIGKILL, oom_kills=1), "oom_host"),
+        (ExitFacts(status=137, oom_kills=1, is_command=True), "oom_host"),
+        (ExitFacts(status=-signal.SIGSEGV, oom_kills=1), "crash"),
+        (ExitFacts(status=1, exception=EXCEPTION, oom_kills=1), "oom_host"),
+        (ExitFacts(status=1, exception=EXCEPTION, oom_kills=1, has_own_group=False), "error"),
+        (ExitFacts(status=0, is_command=True, oom_kills=1), "oom_host"),
+        (ExitFacts(status=0, is_command=True, oom_kills=1, has_own_group=False), "ok"),
+        (ExitFacts(status=1, is_command=True, reported="oom_device"), "oom_device"),
+        (ExitFacts(status=0, is_command=True, reported="oom_host"), "oom_host"),
+        (ExitFacts(own_kill="oom_host", status=-signal.SIGKILL), "oom_host"),
+        (ExitFacts(status=-signal.SIGKILL, held_bytes=96, limit_bytes=100), "oom_host"),
+        (ExitFacts(status=-signal.SIGKILL, held_bytes=90, limit_bytes=100), "crash"),
+        (ExitFacts(status=-signal.SIGKILL, held_bytes=96), "crash"),
+        (ExitFacts(status=-signal.SIGABRT, held_bytes=96, limit_bytes=100), "oom_host"),
+        (ExitFacts(status=-signal.SIGABRT, held_bytes=90, limit_bytes=100), "crash"),
+        (ExitFacts(status=-signal.SIGSEGV, held_bytes=101, limit_bytes=100), "crash"),
+        (ExitFacts(status=0, is_command=True, held_bytes=101, limit_bytes=100), "oom_host"),
+        (ExitFacts(status=1, held_bytes=99, limit_bytes=100), "error"),
+        (ExitFacts(status=1, exception=EXCEPTION, held_bytes=101, limit_bytes=100), "error"),
     ],
 )
 def test_the_outcome_of_an_ending(ending, outcome):
@@ -66,11 +66,11 @@ WORDS = (
 @pytest.mark.parametrize(
     "ending",
     [
-        ExitFacts(exit_code=1),
-        ExitFacts(exit_code=1, is_command=True),
-        ExitFacts(signal_number=signal.SIGABRT),
-        ExitFacts(exit_code=1, exception=EXCEPTION),
-        ExitFacts(exit_code=1, is_command=True, held_bytes=99, limit_bytes=100),
+        ExitFacts(status=1),
+        ExitFacts(status=1, is_command=True),
+        ExitFacts(status=-signal.SIGABRT),
+        ExitFacts(status=1, exception=EXCEPTION),
+        ExitFacts(status=1, is_command=True, held_bytes=99, limit_bytes=100),
     ],
 )
 def test_words_in_a_log_decide_nothing_and_are_kept_as_a_hint(ending, words):
@@ -83,17 +83,17 @@ def test_words_in_a_log_decide_nothing_and_are_kept_as_a_hint(ending, words):
 
 @pytest.mark.parametrize("harmless", ["Error: no memory leak found", "an error in memory.py", "MemoryErrors: 0"])
 def test_words_that_only_sound_like_memory_are_no_hint(harmless):
-    assert memory_hint(ExitFacts(exit_code=1, log_tail=harmless), "error") is None
+    assert memory_hint(ExitFacts(status=1, log_tail=harmless), "error") is None
 
 
 AFTER_ITS_STEPS = [
-    ExitFacts(signal_number=signal.SIGKILL, oom_kills=1),
-    ExitFacts(signal_number=signal.SIGSEGV),
-    ExitFacts(own_kill="hang", own_kill_detail="nothing moved", signal_number=signal.SIGKILL),
-    ExitFacts(own_kill="timeout", signal_number=signal.SIGKILL),
-    ExitFacts(own_kill="oom_host", signal_number=signal.SIGKILL),
-    ExitFacts(exit_code=1, exception={**EXCEPTION, "outcome": "oom_host"}),
-    ExitFacts(exit_code=3),
+    ExitFacts(status=-signal.SIGKILL, oom_kills=1),
+    ExitFacts(status=-signal.SIGSEGV),
+    ExitFacts(own_kill="hang", own_kill_detail="nothing moved", status=-signal.SIGKILL),
+    ExitFacts(own_kill="timeout", status=-signal.SIGKILL),
+    ExitFacts(own_kill="oom_host", status=-signal.SIGKILL),
+    ExitFacts(status=1, exception={**EXCEPTION, "outcome": "oom_host"}),
+    ExitFacts(status=3),
 ]
 
 
@@ -107,26 +107,24 @@ def test_whatever_happens_after_its_steps_a_trial_is_ok_and_that_is_told(ending)
 
 
 def test_a_trial_cancelled_after_its_steps_runs_again():
-    assert classify(ExitFacts(own_kill="cancelled", signal_number=9, has_finished_steps=True))[0] == "cancelled"
+    assert classify(ExitFacts(own_kill="cancelled", status=-9, has_finished_steps=True))[0] == "cancelled"
 
 
 def test_our_own_kill_explains_the_signal_it_sent():
-    ending = ExitFacts(
-        own_kill="timeout", own_kill_detail="not done after 5 s", signal_number=signal.SIGKILL, oom_kills=1
-    )
+    ending = ExitFacts(own_kill="timeout", own_kill_detail="not done after 5 s", status=-signal.SIGKILL, oom_kills=1)
     assert classify(ending) == ("timeout", "not done after 5 s")
 
 
 def test_a_trial_that_finished_as_we_killed_it_is_ok():
-    assert classify(ExitFacts(own_kill="timeout", exit_code=0, has_finished=True))[0] == "ok"
+    assert classify(ExitFacts(own_kill="timeout", status=0, has_finished=True))[0] == "ok"
 
 
 def test_the_reason_is_one_line():
-    assert classify(ExitFacts(exit_code=1, exception=EXCEPTION))[1] == "ValueError: a mistake"
+    assert classify(ExitFacts(status=1, exception=EXCEPTION))[1] == "ValueError: a mistake"
 
 
 def test_a_helper_killed_for_memory_is_told_though_the_trial_went_on():
-    outcome, reason = classify(ExitFacts(exit_code=0, has_finished=True, oom_kills=2))
+    outcome, reason = classify(ExitFacts(status=0, has_finished=True, oom_kills=2))
     assert outcome == "ok"
     assert "2 of its processes were killed for memory" in reason
 
@@ -143,8 +141,7 @@ def ending(draw):
     return ExitFacts(
         own_kill=own_kill,
         own_kill_detail="we killed it" if own_kill else "",
-        exit_code=status if status is not None and status >= 0 else None,
-        signal_number=-status if status is not None and status < 0 else None,
+        status=status,
         has_finished=draw(some.booleans()),
         has_finished_steps=draw(some.booleans()),
         is_command=draw(some.booleans()),
@@ -152,7 +149,7 @@ def ending(draw):
         reported=draw(some.sampled_from([None, "oom_device", "oom_host"])),
         oom_kills=draw(some.integers(0, 2)),
         has_own_group=draw(some.booleans()),
-        held_bytes=draw(some.sampled_from([None, 90, 96, 101])),
+        held_bytes=draw(some.sampled_from([0, 90, 96, 101])),
         limit_bytes=draw(some.sampled_from([None, 100])),
     )
 
@@ -180,7 +177,7 @@ def test_a_finished_worker_goes_before_our_own_kill_and_that_before_all_that_the
 @given(ending())
 def test_a_trial_is_out_of_memory_only_if_something_else_than_its_status_says_so(facts):
     silent = replace(
-        facts, own_kill=None, reported=None, exception=None, oom_kills=0, held_bytes=None, has_finished_steps=False
+        facts, own_kill=None, reported=None, exception=None, oom_kills=0, held_bytes=0, has_finished_steps=False
     )
     assert classify(silent)[0] in ("ok", "error", "crash")
 

@@ -7,7 +7,6 @@ process group is known. Supervisors import this module, so it uses the standard 
 import contextlib
 import ctypes
 import os
-import select
 import shlex
 import signal
 import subprocess
@@ -192,21 +191,7 @@ def _environment(folder: Path, spec: TrialSpec) -> dict[str, str]:
     return environment
 
 
-def waiter(worker: "subprocess.Popen[bytes]") -> Callable[[float], bool]:
-    """A function that waits up to a number of seconds and returns whether the worker has ended.
-
-    It uses a pidfd if the system has them, because a pidfd reports the end at once.
-    """
-    try:
-        poll = select.poll()
-        handle = os.pidfd_open(worker.pid)
-        poll.register(handle, select.POLLIN)
-    except (AttributeError, OSError):
-        return lambda seconds: _ends_within(worker, seconds)
-    return lambda seconds: bool(poll.poll(seconds * 1000)) and worker.wait() is not None
-
-
-def _ends_within(worker: "subprocess.Popen[bytes]", seconds: float) -> bool:
+def ends_within(worker: "subprocess.Popen[bytes]", seconds: float) -> bool:
     with contextlib.suppress(subprocess.TimeoutExpired):
         worker.wait(seconds)
         return True
@@ -218,12 +203,12 @@ def end_worker(worker: "subprocess.Popen[bytes]", folder: Path, *, sigterm_first
     if sigterm_first:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker.pid, signal.SIGTERM)
-        _ends_within(worker, _TERM_PATIENCE_SECONDS)
+        ends_within(worker, _TERM_PATIENCE_SECONDS)
     elif wants_stacks:
         stacks = _stacks(worker, folder)
     with contextlib.suppress(ProcessLookupError):
         worker.kill()
-    _ends_within(worker, 10.0)
+    ends_within(worker, 10.0)
     return stacks
 
 

@@ -31,14 +31,7 @@ from flopwatch.stats import interval, median, percentile, resampled
 from flopwatch.sweep.host.environment import host_facts
 from flopwatch.sweep.host.memory import HostPeak
 from flopwatch.sweep.progress import Progress, read_progress
-from flopwatch.sweep.supervisor.classify import (
-    ExitFacts,
-    WorkerExit,
-    classify,
-    memory_hint,
-    ok_after_steps,
-    signal_name,
-)
+from flopwatch.sweep.supervisor.classify import ExitFacts, classify, memory_hint, ok_after_steps, signal_name
 from flopwatch.sweep.supervisor.ranks import JobEnd
 from flopwatch.text import cut, first_line, listed
 
@@ -48,7 +41,21 @@ _MOST_OF_PEAK = 1.05  # of a reported MFU or HFU; above 1, because datasheet pea
 _MOST_NUMBERS = 500  # so many numbers of a command's `metrics.json` are kept, so that `results.jsonl` stays small
 _REPORTED_NUMBERS = ("samples_per_s", "tokens_per_s", "mfu", "hfu")
 _RESAMPLES = 500  # 500 resamples give two correct digits of a 95 % bootstrap interval in 10 ms for 100 steps.
-SWEEPS_FOLDER = "the sweep's folder"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """What the supervisor knows about the end of its worker process."""
+
+    pid: int
+    facts: ExitFacts
+    stacks: str
+    host_peak: HostPeak  # of the trial's processes until the last step; for a command, until its end
+    memory_limit: dict[str, Any]
+    unkillable_pids: list[int]  # they survived SIGKILL, because they are blocked in the kernel
+    unix_time: float
+    seconds: float
+    job_end: JobEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +85,7 @@ class _StepLine:
 class Collected:
     """The content of the worker's `measured.json`, and of the other files that the worker or a user's command wrote.
 
-    Attributes:
-        done: Whether the worker wrote that it has finished.
-        steps_done: Whether the worker measured all steps. Always False for a command.
-        reported: The outcome that a command wrote to `metrics.json`, because an exit code cannot express it.
+    `reported` is the outcome that a command wrote to `metrics.json`, because an exit code cannot express it.
     """
 
     measured: Measured = field(default_factory=Measured)
@@ -147,27 +151,17 @@ def with_finished_steps(result: TrialResult, folder: Path) -> TrialResult:
 
 
 def _exit_facts(sweep: Path, name: str, spec: TrialSpec, worker_exit: WorkerExit, collected: Collected) -> ExitFacts:
-    """Collect the facts about the end of a trial.
-
-    For several ranks, use the exit status of the rank that failed first, because torchrun's status hides the cause.
-    """
-    job = worker_exit.job_end
-    status = worker_exit.status if job.first is None else job.first.status
-    has_exception = job.first is None or job.first.exception is not None
-    return ExitFacts(
-        own_kill=worker_exit.own_kill,
-        own_kill_detail=worker_exit.own_kill_detail,
-        exit_code=status if status is not None and status >= 0 else None,
-        signal_number=-status if status is not None and status < 0 else None,
-        has_finished=collected.done and job.first is None,
-        has_finished_steps=collected.steps_done,
+    """Add what the trial's files say. Of several ranks the first that failed counts, as torchrun hides the cause."""
+    first = worker_exit.job_end.first
+    has_exception = first is None or first.exception is not None
+    return replace(
+        worker_exit.facts,
+        status=worker_exit.facts.status if first is None else first.status,
         is_command=spec.trainer == "command",
+        has_finished=collected.done and first is None,
+        has_finished_steps=collected.steps_done,
         exception=_read_exception(trial_folder(sweep, name)) if has_exception else None,
         reported=collected.reported,
-        oom_kills=worker_exit.oom_kills,
-        has_own_group=worker_exit.memory_limit.get("by") == "cgroup",
-        held_bytes=worker_exit.lower_bound_bytes or None,
-        limit_bytes=spec.limits.memory_bytes,
         log_tail=tail(log_file(sweep, name)),
     )
 
@@ -382,33 +376,6 @@ def step_times(seconds: Sequence[float], first: float | None = None) -> StepTime
         first=seconds[0] if first is None else first,
         unstable=len(ordered) < 3 or high - low > UNSTABLE_WIDTH * middle,
     )
-
-
-def deleted_places(sweep: Path, name: str, claim_handle: int, sweep_handle: int) -> tuple[str, ...]:
-    """Return names of the folders and files that were deleted while the trial ran, for the result's reason.
-
-    The handles are those of the trial's `started.json` and of the sweep's folder, which may have been made again.
-    """
-    if not sweep.is_dir() or not os.path.samestat(os.stat(sweep), os.fstat(sweep_handle)):
-        return (SWEEPS_FOLDER,)
-    try:
-        is_folder_gone = os.fstat(claim_handle).st_nlink == 0  # A deleted file has no links.
-    except OSError:  # A network file system raises ESTALE for a deleted file.
-        is_folder_gone = True
-    gone = {"its folder": is_folder_gone, "its log": not os.path.lexists(log_file(sweep, name))}
-    return tuple(place for place, is_gone in gone.items() if is_gone)
-
-
-def with_deletions(result: TrialResult, places: tuple[str, ...]) -> TrialResult:
-    """Add the deleted files and folders to the result's reason. If the trial's folder is gone, `ok` becomes `error`."""
-    if not places:
-        return result
-    what = " and ".join(places) + (" were" if len(places) > 1 else " was")
-    evidence = {**result.evidence, "deleted_while_it_ran": list(places)}
-    if places == ("its log",) or result.outcome not in ("ok", "error"):
-        return replace(result, reason=f"{result.reason}; {what} deleted while it ran", evidence=evidence)
-    reason = f"{what} deleted while it ran, so what it measured could not be kept ({result.reason})"
-    return replace(result, outcome="error", reason=reason, evidence=evidence)
 
 
 def with_full_disk(result: TrialResult, why: str) -> TrialResult:

@@ -10,12 +10,10 @@ import math
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from flopwatch.records.trial import OUT_OF_MEMORY, Outcome
-from flopwatch.sweep.host.memory import HostPeak
-from flopwatch.sweep.supervisor.ranks import JobEnd
 from flopwatch.text import first_line
 
 OwnKill = Literal["timeout", "hang", "cancelled", "oom_host"]
@@ -36,31 +34,31 @@ NEAR_LIMIT = 0.95
 class ExitFacts:
     """The known facts about the end of a trial's worker process.
 
-    Attributes:
-        own_kill: The outcome that the supervisor chose when it killed the worker; None if it did not kill the worker.
-        signal_number: The signal that ended the worker; None if it exited by itself.
-        has_finished: Whether the worker wrote that it has finished.
-        is_command: Whether the worker is a user's command. A command with exit code 0 has succeeded.
-        exception: `type`, `message` and `outcome` of the exception that the worker wrote to `exception.json`.
-        oom_kills: Number of processes that the kernel killed for memory in the trial's cgroup.
-        has_own_group: Whether no other trial shares this cgroup.
-        held_bytes: Lower bound of the peak host memory; None if unknown.
+    The supervisor sets those of the first group, and those of the second follow from the files of the trial.
     """
 
-    own_kill: OwnKill | None = None
+    own_kill: OwnKill | None = None  # the outcome that the supervisor chose when it killed the worker
     own_kill_detail: str = ""
-    exit_code: int | None = None
-    signal_number: int | None = None
+    status: int | None = None  # exit code, or negative number of the signal; None if the worker survived SIGKILL
+    oom_kills: int = 0  # processes that the kernel killed for memory in the trial's cgroup
+    has_own_group: bool = True  # no other trial shares this cgroup
+    held_bytes: int = 0  # lower bound of the peak host memory, without pages of files
+    limit_bytes: int | None = None
+
+    is_command: bool = False
     has_finished: bool = False
     has_finished_steps: bool = False
-    is_command: bool = False
     exception: Mapping[str, Any] | None = None
     reported: Outcome | None = None
-    oom_kills: int = 0
-    has_own_group: bool = True
-    held_bytes: int | None = None
-    limit_bytes: int | None = None
     log_tail: str = ""
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.status if self.status is not None and self.status >= 0 else None
+
+    @property
+    def signal_number(self) -> int | None:
+        return -self.status if self.status is not None and self.status < 0 else None
 
 
 def classify(facts: ExitFacts) -> tuple[Outcome, str]:
@@ -87,11 +85,9 @@ def _endings(facts: ExitFacts) -> Sequence[tuple[object, Any, str]]:
     exception = facts.exception or {"outcome": "error", "type": "", "message": ""}
     raised = f"{exception['type']}: {first_line(exception['message'], 300)}"
     kills = f"{facts.oom_kills} of its processes"
-    limit, held = facts.limit_bytes or math.inf, facts.held_bytes or 0
-    is_near, used = (
-        held > NEAR_LIMIT * limit,
-        f"it used {held / 2**20:,.0f} MiB of its limit of {limit / 2**20:,.0f} MiB",
-    )
+    limit, held = facts.limit_bytes or math.inf, facts.held_bytes
+    used = f"it used {held / 2**20:,.0f} MiB of its limit of {limit / 2**20:,.0f} MiB"
+    is_near = held > NEAR_LIMIT * limit
     return (
         # The worker may have finished just before the supervisor killed it. Then its result is complete.
         (code == 0 and facts.has_finished and not facts.oom_kills, "ok", "ran to its end"),
@@ -134,30 +130,3 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerExit:
-    """What the supervisor knows about the end of its worker process.
-
-    Attributes:
-        status: Exit code, or the negative number of the signal that ended the worker; None if it survived SIGKILL.
-        host_peak: Peak host memory of the trial's processes until the last step; for a command, until its end.
-        lower_bound_bytes: Lower bound of the peak host memory, without file pages.
-        memory_limit: The memory limit, how it is enforced, and the peaks from the supervisor's samples and the kernel.
-        unkillable_pids: Processes that survived SIGKILL because they are blocked in the kernel.
-    """
-
-    pid: int
-    status: int | None
-    own_kill: OwnKill | None
-    own_kill_detail: str
-    stacks: str
-    host_peak: HostPeak
-    lower_bound_bytes: int
-    oom_kills: int
-    memory_limit: dict[str, Any]
-    unkillable_pids: list[int]
-    unix_time: float
-    seconds: float
-    job_end: JobEnd = field(default_factory=JobEnd)

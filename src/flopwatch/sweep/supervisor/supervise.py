@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -27,23 +27,11 @@ from flopwatch.records.trial_files import EXCEPTION, RESULT, SPEC, STARTED, log_
 from flopwatch.sweep.attempts import Strays
 from flopwatch.sweep.claim import Claim, trial_claim, visible_seconds
 from flopwatch.sweep.host import processes as process_tree
-from flopwatch.sweep.host.memory import (
-    HostPeak,
-    TreeMemory,
-    limit_memory,
-    own_oom_kills,
-    resident,
-)
+from flopwatch.sweep.host.memory import HostPeak, TreeMemory, limit_memory, own_oom_kills, resident
 from flopwatch.sweep.host.trial_log import TrialLog
 from flopwatch.sweep.progress import Progress, read_progress, when_there_is_space
-from flopwatch.sweep.supervisor.build_result import (
-    SWEEPS_FOLDER,
-    build_result,
-    deleted_places,
-    with_deletions,
-    with_full_disk,
-)
-from flopwatch.sweep.supervisor.classify import OwnKill, WorkerExit, signal_name
+from flopwatch.sweep.supervisor.build_result import WorkerExit, build_result, with_full_disk
+from flopwatch.sweep.supervisor.classify import ExitFacts, OwnKill, signal_name
 from flopwatch.sweep.supervisor.guard import become_guarded, clear_attempts, group_name
 from flopwatch.sweep.supervisor.ranks import JobEnd, job_end, stacks_of_ranks
 
@@ -131,42 +119,26 @@ def supervise(
     folder = trial_folder(sweep, name)
     job = _wait_for_job(folder, attempt)
     process_tree.adopt_orphans()
-    with _claimed(sweep, folder, job.attempt, cancel) as handles:
-        trial = _Supervised(sweep, name, job, cancel, trial_claim(folder))
-        clear_attempts(folder)
-        os.environ[process_tree.ATTEMPT_MARK] = job.attempt  # all processes of the trial inherit this variable
-        log = when_there_is_space(lambda: TrialLog(log_file(sweep, name)), trial.wait_for_space)
-        try:
-            worker_exit = _run_worker(trial, log)
-        finally:
-            log.close(trial.wait_for_space)
-        deleted = deleted_places(sweep, name, *handles)
-        result = with_full_disk(build_result(sweep, name, job, worker_exit), log.full_disk)
-        result = with_deletions(result, deleted)
-        if trial.claim.owner() == "another":
-            raise AlreadyStartedError(f"another supervisor runs this trial now, according to {trial.claim.file}")
-        if SWEEPS_FOLDER not in deleted:  # otherwise the user has deleted it, and it stays deleted
-            result = _write_result(trial, result, has_lost_its_folder=bool(deleted))
-    return result
-
-
-def _write_result(trial: _Supervised, result: TrialResult, *, has_lost_its_folder: bool) -> TrialResult:
-    """Write the result, after waiting for space if the disk is full; return it as it was written."""
-    latest = result
-
-    def write() -> None:
-        if has_lost_its_folder:
-            trial.folder.mkdir(parents=True, exist_ok=True)
-            write_json(trial.folder / SPEC, trial.job.to_json())  # the user needs this file to run `result.command`
-        write_json(trial.folder / RESULT, latest.to_json())
+    _claim(folder, job.attempt, cancel)
+    trial = _Supervised(sweep, name, job, cancel, trial_claim(folder))
+    clear_attempts(folder)
+    os.environ[process_tree.ATTEMPT_MARK] = job.attempt  # all processes of the trial inherit this variable
+    log = when_there_is_space(lambda: TrialLog(log_file(sweep, name)), trial.wait_for_space)
+    try:
+        worker_exit = _run_worker(trial, log)
+    finally:
+        log.close(trial.wait_for_space)
+    result = with_full_disk(build_result(sweep, name, job, worker_exit), log.full_disk)
+    if trial.claim.owner() == "another":
+        raise AlreadyStartedError(f"another supervisor runs this trial now, according to {trial.claim.file}")
 
     def wait(why: str) -> None:
-        nonlocal latest
-        latest = with_full_disk(result, why)
+        nonlocal result
+        result = with_full_disk(result, why)
         trial.wait_for_space(why)
 
-    when_there_is_space(write, wait)
-    return latest
+    when_there_is_space(lambda: write_json(folder / RESULT, result.to_json()), wait)
+    return result
 
 
 def _wait_for_job(folder: Path, attempt: str | None) -> TrialJob:
@@ -199,12 +171,8 @@ def _read_job(folder: Path) -> TrialJob:
         raise UnusableSpecError(reason) from None
 
 
-@contextlib.contextmanager
-def _claimed(sweep: Path, folder: Path, attempt: str, cancel: Callable[[], str | None]) -> Iterator[tuple[int, int]]:
-    """Create the file that claims the trial.
-
-    It and the sweep's folder stay open, to find out later whether they were deleted.
-    """
+def _claim(folder: Path, attempt: str, cancel: Callable[[], str | None]) -> None:
+    """Create the file that claims the trial."""
 
     def give_up_if_cancelled(why: str) -> None:
         if stopped := cancel():
@@ -216,12 +184,6 @@ def _claimed(sweep: Path, folder: Path, attempt: str, cancel: Callable[[], str |
     if read_object(folder / SPEC).get("attempt") != attempt:
         claim.release()
         raise AlreadyStartedError(f"{folder / SPEC} does not belong to attempt {attempt} any more")
-    handles = os.open(folder / STARTED, os.O_RDONLY), os.open(sweep, os.O_RDONLY)
-    try:
-        yield handles
-    finally:
-        for handle in handles:
-            os.close(handle)
 
 
 def _run_worker(trial: _Supervised, log: TrialLog) -> WorkerExit:
@@ -240,16 +202,21 @@ def _run_worker(trial: _Supervised, log: TrialLog) -> WorkerExit:
         seconds = time.monotonic() - began
         unkillable_pids = process_tree.kill_descendants(os.getpid())
         life_peak = _life_peak(watch.memory)
-        return WorkerExit(
-            pid=worker.pid,
-            status=worker.poll(),
+        facts = ExitFacts(
             own_kill=watch.own_kill,
             own_kill_detail=watch.detail,
+            status=worker.poll(),
+            oom_kills=limit.oom_kills() if limit.kind == "cgroup" else own_oom_kills() - kills_before,
+            has_own_group=limit.kind == "cgroup",
+            held_bytes=watch.memory.lower_bound_bytes,
+            limit_bytes=spec.limits.memory_bytes,
+        )
+        return WorkerExit(
+            pid=worker.pid,
+            facts=facts,
             stacks=watch.stacks,
             # A command does not report its steps, so its peak is that of its whole run.
             host_peak=life_peak if spec.trainer == "command" else watch.steps_peak,
-            lower_bound_bytes=watch.memory.lower_bound_bytes,
-            oom_kills=limit.oom_kills() if limit.kind == "cgroup" else own_oom_kills() - kills_before,
             memory_limit=limit.facts(life_peak),
             unkillable_pids=unkillable_pids,
             unix_time=unix_time,
@@ -318,8 +285,8 @@ class _Watch:
 def _watch(trial: _Supervised, worker: "subprocess.Popen[bytes]", log: TrialLog) -> _Watch:
     is_command = trial.spec.trainer == "command"
     watch = _Watch(TreeMemory(trial.spec.limits.memory_bytes), is_command)
-    wait, strays = process_tree.waiter(worker), Strays(trial.folder)
-    while not wait(_TICK_SECONDS):
+    strays = Strays(trial.folder)
+    while not process_tree.ends_within(worker, _TICK_SECONDS):
         is_ours = trial.claim.beat()
         watch.memory.sample()
         strays.note(watch.memory.pids)

@@ -1,6 +1,5 @@
-"""Finds the outcome of a trial from its exception: by the type, or by the message if compiled code raised it."""
+"""Finds the outcome of a trial from its exception: by its type, or by the message of a RuntimeError."""
 
-import dis
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -102,21 +101,7 @@ def _memory_outcome(error: BaseException) -> Outcome | None:
     out_of_memory = getattr(sys.modules.get("torch"), "OutOfMemoryError", None)
     if out_of_memory is not None and isinstance(error, out_of_memory):
         return "oom_device"
-    if isinstance(error, RuntimeError) and _is_native(error):
+    if isinstance(error, RuntimeError):
         text = message_of(error)
         return next((outcome for words, outcome in _MEMORY_WORDS.items() if words in text), None)
     return None
-
-
-def _is_native(error: BaseException) -> bool:
-    """Whether compiled code raised the exception.
-
-    torch's CPU allocator and cuBLAS report out of memory as a RuntimeError, which only its message identifies. Python
-    code may raise an error with the same message for another reason.
-    """
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    if place is None or place.tb_lasti < 0:
-        return False
-    return not dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]].startswith(("RAISE", "RERAISE"))
