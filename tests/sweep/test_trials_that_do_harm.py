@@ -20,7 +20,7 @@ from flopwatch.sweep.folder import FolderGoneError, Trial, held_folder, prepare
 from flopwatch.sweep.host.memory import HostPeak
 from flopwatch.sweep.progress import Progress, read_progress
 from flopwatch.sweep.supervisor.build_result import collect_measurements
-from support.sweeping import left_behind, run_sweep
+from support.sweeping import Listener, left_behind, run_sweep
 from testbeds.wait_until import wait_until
 
 pytestmark = pytest.mark.slow
