@@ -9,23 +9,17 @@ from hypothesis import strategies as st
 from flopwatch.present.document import (
     Bar,
     Bars,
-    Beside,
     Cell,
     Document,
     Facts,
-    Field,
     Grid,
     Head,
     Items,
     Lazy,
     Most,
     Only,
-    Records,
     Section,
     Several,
-    Share,
-    Strip,
-    Tabs,
     Text,
     Tiles,
     Verbatim,
@@ -45,16 +39,12 @@ def forms(*parts, **settings):
 
 def many_parts(text):
     table = Grid((text, *numbers("seq")), [(Cell(text, "best", detail=text), "1")], title=text, note=text)
-    records = Records(
-        [Field("a", text, "text"), Field("o", "o", "words")], [(text, text)], "o", {text: "ok"}, hint=text
-    )
     return [
         Text(text, "warn"),
         Tiles([(text, text)]),
-        Strip([Share(text, 3, "ok")]),
         Section(
             text,
-            [Items([text]), Facts([(text, text)]), Verbatim(text, title=text), table, Tabs([table]), records],
+            [Items([text]), Facts([(text, text)]), Verbatim(text, title=text), table],
             lead=[Cell(text, "chip")],
             remark=text,
             is_open=False,
@@ -160,9 +150,3 @@ def test_sections_with_a_key_are_linked_from_the_top_of_the_page():
 def test_a_long_word_is_not_broken_so_that_it_can_be_copied():
     path = "/very" * 40
     assert path in document_text(Document("a", [Text(f"Look into {path} for more")]), 60)
-
-
-def test_parts_side_by_side_stand_below_each_other_in_text():
-    terminal, markdown, _ = forms(Beside([Text("left"), Text("right")]))
-    for said in (terminal, markdown):
-        assert said.index("left") < said.index("right")

@@ -66,29 +66,18 @@ def evenly(items: Sequence[Item], at_most: int) -> list[Item]:
     return [items[round(place * (len(items) - 1) / (at_most - 1))] for place in range(at_most)]
 
 
-class Share(NamedTuple):
-    name: str
-    amount: int
-    tone: Tone
-
-
 class Cell(NamedTuple):
     """A cell of a table. A cell without any of the attributes below `text` may be a plain str.
 
     Attributes:
         detail: A softer text behind the text.
         short: What a narrow terminal shows instead of text and detail.
-        colour: Number of the colour of a dot before the text on a page.
-        bar: Length of a bar on a page, as a share of the longest; `shares` are drawn as a strip.
     """
 
     text: str
     tone: Tone = ""
     detail: str = ""
     short: str | None = None
-    colour: int | None = None
-    bar: float | None = None
-    shares: tuple[Share, ...] = ()
 
     @property
     def whole(self) -> str:
@@ -211,10 +200,6 @@ class Tiles(NamedTuple):
     pairs: Sequence[tuple[str, str]]
 
 
-class Strip(NamedTuple):
-    shares: Sequence[Share]
-
-
 class Bar(NamedTuple):
     """A bar from `low` to `high`, as shares of the width of the chart, with a text at its end."""
 
@@ -264,36 +249,6 @@ class Legend(NamedTuple):
     names: Sequence[tuple[str, int | str]]
 
 
-class Field(NamedTuple):
-    """A column of `Records`.
-
-    Attributes:
-        kind: How a value is written; `words` are texts that many rows share.
-        is_shown: Whether it is a column. The other texts are shown on a click at the row.
-        mark: Name of a flag field; where it is true, the value gets a `~`.
-    """
-
-    name: str
-    heading: str
-    kind: Literal["text", "words", "count", "seconds", "rate", "bytes", "share", "flag"]
-    is_shown: bool = True
-    mark: str = ""
-
-
-class Records(NamedTuple):
-    """All rows with their raw values. A page sorts and filters them; other media have files for that.
-
-    Attributes:
-        choice: Name of the `words` field by which the page can filter; `tones` has the colour of each of its words.
-    """
-
-    fields: Sequence[Field]
-    rows: Sequence[Sequence[Any]]
-    choice: str
-    tones: Mapping[str, Tone] = MappingProxyType({})
-    hint: str = ""
-
-
 class Section(NamedTuple):
     """Parts below a title. A section without a title only stands apart from what is before it.
 
@@ -323,25 +278,13 @@ class Several(NamedTuple):
     names: Sequence[str] = ()
 
 
-class Tabs(NamedTuple):
-    """Tables of which a page shows one at a time, with a note about all of them."""
-
-    tables: Sequence[Grid]
-    note: str = ""
-
-
-class Beside(NamedTuple):
-    parts: "Sequence[Part]"
-
-
 class Only(NamedTuple):
     media: tuple[Medium, ...]
     parts: "Sequence[Part]"
 
 
 Part: TypeAlias = (
-    Text | Items | Facts | Verbatim | Tiles | Strip | Grid | Bars | Drawing | Panels | Legend | Records | Section
-    | Several | Tabs | Beside | Only
+    Text | Items | Facts | Verbatim | Tiles | Grid | Bars | Drawing | Panels | Legend | Section | Several | Only
 )  # fmt: skip
 
 
@@ -403,8 +346,6 @@ class Renderer(Generic[Made]):
         for part in parts:
             if isinstance(part, Only):
                 yield from self.shown(part.parts) if self.medium in part.media else ()
-            elif isinstance(part, Beside) and self.medium != "html":
-                yield from self.shown(part.parts)
             elif isinstance(part, Several):
                 most = part.most.of(self.medium)
                 yield from self.shown(part.parts[:most])

@@ -72,10 +72,6 @@ class _Markdown(doc.Renderer[str]):
             yield f"{'#' * self.level} {lead}{escaped(part.title)}{escaped(part.remark)}\n"
         yield from self.below(part.parts)
 
-    def tabs(self, part: doc.Tabs) -> Iterator[str]:
-        yield from self.parts(part.tables)
-        yield from self.text(doc.Text(part.note, "note")) if part.note else ()
-
     def grid(self, part: doc.Grid) -> Iterator[str]:
         columns, rows = part.shown("markdown")
         if part.title:

@@ -1,27 +1,18 @@
 """Write a document as one HTML page that loads no other files, or as a piece of HTML. All text is escaped here."""
 
 import hashlib
-import json
 import re
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from flopwatch.language import Said, _, language
+from flopwatch.language import Said, language
 from flopwatch.present import document as doc
 from flopwatch.present.svg import COLOURS, bars_svg, esc, legend_marker, verbatim
-from flopwatch.text import plain
 from flopwatch.version import __version__
 
 _FOLDER = Path(__file__).parent
 _LOCALES = {"en": "en", "zh": "zh-CN"}
-_RECORD_TEXTS = {
-    "shown": Said("{0} of {1}"),
-    "found": Said("{0} of {1} that match, {2} in all"),
-    "nothing": Said("no further details"),
-}
-"""What page.js says. It puts numbers into the holes."""
 _CLASSES = {"note": "soft small", "ok": "f-ok", "oom": "f-oom", "failed": "f-failed", "not-run": "f-not-run"}
 
 
@@ -30,8 +21,7 @@ def to_page(document: doc.Document) -> str:
     html = _Html("html", document, 2)
     body = "\n".join(html.parts(document.parts))
     style = (_FOLDER / "page.css").read_text(encoding="utf-8") + document.style
-    needed = ("tips.js", "page.js") if "<button" in body else ("tips.js",)
-    script = "".join((_FOLDER / name).read_text(encoding="utf-8") for name in needed)
+    script = (_FOLDER / "tips.js").read_text(encoding="utf-8")
     own = (
         f"style-src 'unsafe-inline'; script-src 'sha256-{b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
     )
@@ -81,9 +71,7 @@ class _Html(doc.Renderer[str]):
 
     def sections(self, parts: Sequence[doc.Part]) -> Iterator[doc.Section]:
         for part in self.shown(parts):
-            if isinstance(part, doc.Beside):
-                yield from self.sections(part.parts)
-            elif isinstance(part, doc.Section):
+            if isinstance(part, doc.Section):
                 yield part
 
     def text(self, part: doc.Text) -> Iterator[str]:
@@ -113,13 +101,6 @@ class _Html(doc.Renderer[str]):
         tiles = (f'<div class="tile"><b>{esc(value)}</b><span>{esc(words)}</span></div>' for value, words in part.pairs)
         yield f'<div class="tiles">{"".join(tiles)}</div>'
 
-    def strip(self, part: doc.Strip) -> Iterator[str]:
-        if part.shares:
-            legend = "".join(
-                f'<span><i class="{tone}"></i>{verbatim(name)} {n:,}</span>' for name, n, tone in part.shares
-            )
-            yield f'{_strip(part.shares)}<div class="legend">{legend}</div>'
-
     def section(self, part: doc.Section) -> Iterator[str]:
         key = f' id="{verbatim(part.key)}"' if part.key else ""
         remark = f"<small>{esc(part.remark)}</small>" if part.remark else ""
@@ -137,18 +118,6 @@ class _Html(doc.Renderer[str]):
         yield start
         yield from self.below(part.parts)
         yield end
-
-    def tabs(self, part: doc.Tabs) -> Iterator[str]:
-        buttons = (f'<button aria-pressed="false">{esc(table.title)}</button>' for table in part.tables)
-        yield f'<div class="tabbed"><div class="tabs" hidden>{"".join(buttons)}</div>'
-        yield from (f'<div class="tab">{"".join(self.grid(table))}</div>' for table in part.tables)
-        yield f"{_paragraph(part.note)}</div>"
-
-    def beside(self, part: doc.Beside) -> Iterator[str]:
-        drawn = filter(None, ("".join(self.part(inner)) for inner in self.shown(part.parts)))
-        is_block = '<div class="block"'
-        blocks = (text if text.startswith(is_block) else f'<div class="fitting">{text}</div>' for text in drawn)
-        yield f'<div class="blocks">{"".join(blocks)}</div>'
 
     def grid(self, part: doc.Grid) -> Iterator[str]:
         columns, rows = part.shown("html")
@@ -190,44 +159,15 @@ class _Html(doc.Renderer[str]):
         if part.drawings:
             head = f"<h3>{esc(part.title)}</h3>{_paragraph(part.remark)}" if part.title else ""
             panels = f'<div class="panels">{"".join(self.parts(part.drawings))}</div>'
-            yield f'<div class="block" style="--n:{min(len(part.drawings), 4)}">{head}{panels}</div>'
+            yield f"{head}{panels}"
 
     def legend(self, part: doc.Legend) -> Iterator[str]:
         marks = (
             f'<i class="{verbatim(kind)}"></i>' if isinstance(kind, str) else legend_marker(kind)
             for _, kind in part.names
         )
-        names = (f"<span>{mark}{esc(name)}</span>" for mark, (name, _) in zip(marks, part.names, strict=True))
+        names = (f"<span>{mark}{esc(name)}</span>" for mark, (name, _kind) in zip(marks, part.names, strict=True))
         yield f'<div class="legend">{"".join(names)}</div>' if part.names else ""
-
-    def records(self, part: doc.Records) -> Iterator[str]:
-        """A table that the script of the page fills from JSON, 200 rows at a time."""
-        heads = "".join(
-            f'<th data-column="{place}"{"" if kind in ("text", "words") else " class=n"}>{esc(heading)}</th>'
-            for place, (_, heading, kind, is_shown, _) in enumerate(part.fields)
-            if is_shown
-        )
-        options = "".join(f'<option value="{verbatim(name)}">{verbatim(name)}</option>' for name in part.tones)
-        hint, label = Said("Filter: ghost 512 oom"), Said("Filter the rows")
-        hints = f'placeholder="{esc(hint)}" aria-label="{esc(label)}"'
-        yield f'<div class="filter"><input id="record-filter" type="search" {hints}>'
-        yield f'<select id="record-choice" aria-label="{esc(part.choice)}">'
-        every = Said("every {choice}", choice=part.choice)
-        yield f'<option value="">{esc(every)}</option>{options}</select>'
-        yield '<span class="soft small" id="record-count"></span></div>'
-        yield f'<div class="scroll"><table id="records"><thead><tr>{heads}</tr></thead><tbody></tbody></table></div>'
-        more = Said("Show 200 more")
-        yield f'<p><button id="more-records" hidden>{esc(more)}</button></p>{_paragraph(part.hint)}'
-        yield f'<script type="application/json" id="record-data">{embedded(_data(part))}</script>'
-
-
-def _strip(shares: Sequence[doc.Share]) -> str:
-    total = sum(share.amount for share in shares)
-    bars = "".join(
-        f'<i class="{tone}" style="width:{n / total:.3%}" data-t="{verbatim(name)}: {n:,}"></i>'
-        for name, n, tone in shares
-    )
-    return f'<div class="strip">{bars}</div>'
 
 
 def _head(columns: Sequence[doc.Head]) -> str:
@@ -243,55 +183,13 @@ def _side(column: doc.Head) -> str:
 
 def _cell(cell: doc.Cell, side: str) -> str:
     tone = "" if cell.tone == "chip" else _CLASSES.get(cell.tone, cell.tone)
-    look = "name" if cell.colour is not None else "small" if cell.detail else ""
-    return f"<td{_class(side, tone, look)}>{_content(cell)}</td>"
+    return f"<td{_class(side, tone, 'small' if cell.detail else '')}>{_content(cell)}</td>"
 
 
 def _content(cell: doc.Cell) -> str:
     text = esc(cell.text)
-    if cell.shares:
-        return _strip(cell.shares)
-    if cell.bar is not None:
-        return f'<span class="bar k{(cell.colour or 0) % COLOURS}" style="width:{round(70 * cell.bar)}px"></span>{text}'
     if cell.tone == "chip":
         return f'<span class="chip">{text}</span>'
-    dot = f'<span class="dot k{cell.colour % COLOURS}"></span>' if cell.colour is not None else ""
     gap = "" if text.endswith("；") else " "
     detail = f'{gap}<span class="soft">{esc(cell.detail)}</span>' if cell.detail else ""
-    return f"{dot}{text}{detail}"
-
-
-def embedded(content: Any) -> str:
-    """Write JSON for a script element, escaping the characters that could end the element or begin a comment."""
-    written = json.dumps(content, separators=(",", ":"), allow_nan=False)
-    return written.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _data(part: doc.Records) -> dict[str, Any]:
-    names = [field.name for field in part.fields]
-    words: list[dict[str, int]] = [{} for _ in part.fields]
-    kinds = [(field.kind, own) for field, own in zip(part.fields, words, strict=True)]
-    rows = [[_value(value, kind, own) for value, (kind, own) in zip(row, kinds, strict=True)] for row in part.rows]
-    choice = names.index(part.choice)
-    return {
-        "columns": [
-            {"kind": "text" if kind == "words" else kind, "shown": field.is_shown}
-            | ({"words": [plain(_(word)) for word in own]} if kind == "words" else {})
-            | ({"mark": names.index(field.mark)} if field.mark else {})
-            for field, (kind, own) in zip(part.fields, kinds, strict=True)
-        ],
-        "rows": rows,
-        "choice": choice,
-        "texts": {name: _(text) for name, text in _RECORD_TEXTS.items()},
-        "tones": [part.tones.get(word, "") for word in words[choice]],
-    }
-
-
-def _value(value: Any, kind: str, words: dict[str, int]) -> Any:
-    if kind == "words":
-        return words.setdefault(value, len(words))
-    if kind == "flag":
-        return int(value)
-    if isinstance(value, str):
-        return plain(value)
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    return f"{text}{detail}"

@@ -1,8 +1,8 @@
 """Helpers for SVG and HTML: escaping, scales, ticks and markers."""
 
 import html
-from collections.abc import Callable, Iterable, Sequence
-from math import ceil, floor, log2, log10
+from collections.abc import Callable, Sequence
+from math import ceil, floor, log10
 from typing import NamedTuple
 
 from flopwatch.language import _
@@ -59,10 +59,6 @@ def line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
     return f'<line class="{style}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
 
 
-def polyline(points: Iterable[tuple[float, float]], style: str) -> str:
-    return f'<polyline class="{style}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
-
-
 def rect(x: float, y: float, width: float, height: float, style: str, tip: str) -> str:
     size = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{max(height, 0.5):.1f}"'
     return f'<rect class="{style}" {size} rx="2"{tipped(tip)}/>'
@@ -74,11 +70,8 @@ def tip_area(x: float, y: float, width: float, height: float, tip: str) -> str:
     return f'<rect {size} fill="transparent"{tipped(tip)}/>'
 
 
-class LogScale(NamedTuple):
-    """A logarithmic axis that maps values from `low` to `high` to pixels from `start` to `end`.
-
-    It is logarithmic because costs grow with powers of the batch size and the sequence length.
-    """
+class LinearScale(NamedTuple):
+    """A linear axis that maps values from `low` to `high` to pixels from `start` to `end`; values beyond it are cut."""
 
     low: float
     high: float
@@ -88,51 +81,8 @@ class LogScale(NamedTuple):
     def __call__(self, value: float) -> float:
         if self.high <= self.low:
             return (self.start + self.end) / 2
-        share = (log10(value) - log10(self.low)) / (log10(self.high) - log10(self.low))
-        return self.start + share * (self.end - self.start)
-
-
-class LinearScale(LogScale):
-    """A linear axis; values beyond it are cut."""
-
-    def __call__(self, value: float) -> float:
-        if self.high <= self.low:
-            return (self.start + self.end) / 2
         share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
-
-
-def log_scale(values: Sequence[float], start: float, end: float, room: float = 1.12, least: float = 1.0) -> LogScale:
-    """Make a logarithmic scale with margins of factor `room`. It spans at least the factor `least`, so it has ticks."""
-    low, high = min(values) / room, max(values) * room
-    more = max((least * low / high) ** 0.5, 1.0)
-    return LogScale(low / more, high * more, start, end)
-
-
-def binary_ticks(low: float, high: float, at_most: int = 6) -> list[float]:
-    """Return the powers of two between two values, or evenly spaced ones if there are more than `at_most`.
-
-    >>> binary_ticks(3, 70)
-    [4.0, 8.0, 16.0, 32.0, 64.0]
-    """
-    first, last = ceil(log2(low) - 1e-9), floor(log2(high) + 1e-9)
-    step = max(1, ceil((last - first + 1) / at_most))
-    return [2.0**power for power in range(first, last + 1, step)]
-
-
-def decimal_ticks(low: float, high: float, at_most: int = 6) -> list[float]:
-    """Return the ticks from `low` to `high`: 1, 2 and 5 times powers of ten, or fewer if these are more than `at_most`.
-
-    >>> decimal_ticks(90, 1200)
-    [100.0, 200.0, 500.0, 1000.0]
-    """
-    powers = range(floor(log10(low)), ceil(log10(high)) + 1)
-    for steps in ((1, 2, 5), (1, 3), (1,)):
-        ticks = [float(step * 10**power) if power >= 0 else step / 10**-power for power in powers for step in steps]
-        within = [tick for tick in ticks if low <= tick <= high]
-        if len(within) <= at_most:
-            return within
-    return within[:: max(1, ceil(len(within) / at_most))]
 
 
 def linear_ticks(low: float, high: float, at_most: int = 5) -> list[float]:
@@ -149,7 +99,7 @@ def linear_ticks(low: float, high: float, at_most: int = 5) -> list[float]:
     return [float(f"{place * size:.12g}") for place in range(first, last + 1)]
 
 
-def axes(left: float, right: float, y: LogScale, ticks: Sequence[float], tick_text: Callable[[float], str]) -> str:
+def axes(left: float, right: float, y: LinearScale, ticks: Sequence[float], tick_text: Callable[[float], str]) -> str:
     parts = [line(left, y(tick), right, y(tick), "axis") for tick in ticks]
     parts += [text(left - 6, y(tick) + 3.5, tick_text(tick), anchor="end") for tick in ticks]
     return "".join(parts)

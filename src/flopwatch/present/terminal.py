@@ -125,12 +125,6 @@ class _Terminal(doc.Renderer[RenderableType]):
             yield self.indented(title)
         yield from self.below(part.parts) if part.title else self.parts(part.parts)
 
-    def tabs(self, part: doc.Tabs) -> Iterator[RenderableType]:
-        yield from self.parts(part.tables)
-        if part.note:
-            yield from self.paragraph(part.note, "dim")
-            yield Text()
-
     def grid(self, part: doc.Grid) -> Iterator[RenderableType]:
         columns, rows = _written(*part.shown("terminal"))
         room, left_out = self.width - self.indent, part.left_out("terminal")

@@ -6,13 +6,14 @@ Each section is one function here. `present` shows them in a terminal, as Markdo
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 from flopwatch.language import Said, Templates, commas, counted, semicolons
 from flopwatch.numbers import byte_size, count, duration, percent
 from flopwatch.present import document as doc
 from flopwatch.present.json_form import record_fields, to_json
-from flopwatch.records.trial import FAILED, LABELS, OUT_OF_MEMORY
+from flopwatch.records.trial import FAILED, OUT_OF_MEMORY
 from flopwatch.report.cells import METRICS, ShownMetric, epsilon_text, outcome_class, table_of, throughput_metric
 from flopwatch.report.records import (
     Choice,
@@ -22,6 +23,7 @@ from flopwatch.report.records import (
     PrivacyClass,
     SweepSummary,
     TrainerTotals,
+    TrialRow,
 )
 from flopwatch.report.sweep.measurements import group_parts
 from flopwatch.text import listed
@@ -63,7 +65,6 @@ def sweep_json(summary: SweepSummary) -> str:
 
 
 def _parts(summary: SweepSummary, metrics: Sequence[ShownMetric]) -> Iterator[doc.Part]:
-    yield doc.Strip(_shares(summary.totals.by_outcome))
     yield from (doc.Text(warning, "warn") for warning in summary.warnings[:_MOST_WARNINGS])
     if (more := len(summary.warnings) - _MOST_WARNINGS) > 0:
         hidden = counted(more, "{n} more warning: see the JSON report", "{n} more warnings: see the JSON report")
@@ -71,10 +72,9 @@ def _parts(summary: SweepSummary, metrics: Sequence[ShownMetric]) -> Iterator[do
     if not summary.totals.trials:
         yield doc.Text(Said("The plan of this sweep has no trials."))
         return
-    colours = trainer_colours(summary)
-    yield _what_to_run(summary, colours)
-    yield _trainers(summary, colours)
-    yield _measurements(summary, metrics, colours)
+    yield _what_to_run(summary)
+    yield _trainers(summary)
+    yield _measurements(summary, metrics)
     if summary.failures:
         said = doc.Text(
             Said("Trials are grouped by cause. Numbers and paths in messages are replaced by N and PATH."), "soft"
@@ -85,15 +85,6 @@ def _parts(summary: SweepSummary, metrics: Sequence[ShownMetric]) -> Iterator[do
         yield doc.Section(title, [said, causes], "failures", Said("What did not run"))
     yield _environments(summary.environments)
     yield doc.Only(("html",), [_all_trials(summary)])
-
-
-def trainer_colours(summary: SweepSummary) -> dict[str, int]:
-    """Assign a colour and marker to each trainer. Built-in trainers have the same ones in every report."""
-    fixed = {trainer: place for place, trainer in enumerate(LABELS)}
-    names = dict.fromkeys(name for group in summary.groups for name in group.trainers)
-    others = [name for name in names if name not in fixed]
-    is_free = not any(name in fixed for name in names)
-    return fixed | {name: place if is_free else place + len(fixed) for place, name in enumerate(others)}
 
 
 def _counted(summary: SweepSummary, outcomes: Iterable[str]) -> int:
@@ -118,13 +109,7 @@ def totals_sentence(summary: SweepSummary) -> str:
     return Said("{what}: {facts}", what=counted(trials, "{n} trial", "{n} trials"), facts=commas(parts))
 
 
-def _shares(by_outcome: Mapping[str, int]) -> tuple[doc.Share, ...]:
-    shares = [doc.Share(name, amount, outcome_class(name)) for name, amount in by_outcome.items()]
-    order = ("ok", "oom", "failed", "not-run")
-    return tuple(sorted(shares, key=lambda share: (order.index(share.tone), -share.amount)))
-
-
-def _what_to_run(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Section:
+def _what_to_run(summary: SweepSummary) -> doc.Section:
     groups = [group for group in summary.groups if group.choices]
     if not groups:
         none = Said("No trial ran to its end with a measured time, so there is nothing to choose from.")
@@ -137,25 +122,22 @@ def _what_to_run(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Secti
         ),
         "soft",
     )
-    sections = doc.Lazy(groups, lambda one: _choices(one, colours, None if one in groups[:3] else False))
+    sections = doc.Lazy(groups, lambda one: _choices(one, None if one in groups[:3] else False))
     several = doc.Several(sections, doc.Most(3, 6, 40), Said("more groups"), [group.title for group in groups])
     return doc.Section(Said("What to run"), [said, several], "run")
 
 
-def _choices(group: Group, colours: Mapping[str, int], is_open: bool | None) -> doc.Section:
+def _choices(group: Group, is_open: bool | None) -> doc.Section:
     rate = throughput_metric(group)
-    longest = max((rate.value(choice.fastest) or 0) for choice in group.choices)
 
     def fastest(choice: Choice) -> doc.Cell:
         cell, mark = choice.fastest, "≈ " if choice.tied else ""
-        short, colour = f"{mark}{cell.trainer} b{cell.batch_size}", colours[cell.trainer]
         tone: doc.Tone = "" if choice.tied else "best"
-        return doc.Cell(f"{mark}{cell.trainer}", tone, Said("batch {size}", size=cell.batch_size), short, colour=colour)
+        short = f"{mark}{cell.trainer} b{cell.batch_size}"
+        return doc.Cell(f"{mark}{cell.trainer}", tone, Said("batch {size}", size=cell.batch_size), short)
 
-    def rate_of(choice: Choice) -> doc.Cell:
-        share = (rate.value(choice.fastest) or 0) / longest if longest else 0
-        unstable = "~" if choice.fastest.is_unstable else ""
-        return doc.Cell(f"{unstable}{rate.text(choice.fastest)}", bar=share, colour=colours[choice.fastest.trainer])
+    def rate_of(choice: Choice) -> str:
+        return f"{'~' if choice.fastest.is_unstable else ''}{rate.text(choice.fastest)}"
 
     def lightest(choice: Choice) -> doc.Cell:
         if (cell := choice.lightest) is None:
@@ -201,7 +183,7 @@ def _remarks(choices: Sequence[Choice]) -> doc.Items:
     return doc.Items(remarks, most=doc.Most(12, 0, 0), more=Said("more remarks"))
 
 
-def _trainers(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Section:
+def _trainers(summary: SweepSummary) -> doc.Section:
     def amount(trials: int) -> doc.Cell:
         return doc.Cell(f"{trials:,}", short=None if trials else "·")
 
@@ -209,9 +191,8 @@ def _trainers(summary: SweepSummary, colours: Mapping[str, int]) -> doc.Section:
         return doc.Cell(f"{one.ok:,} / {one.tried:,}", short=f"{one.ok:,}/{one.tried:,}")
 
     columns: list[tuple[doc.Head | str, Callable[[TrainerTotals], doc.Cell | str]]] = [
-        (Said("trainer"), lambda one: doc.Cell(one.trainer, colour=colours.get(one.trainer, 0))),
+        (Said("trainer"), lambda one: one.trainer),
         (Said("class"), lambda one: _class(one.privacy)),
-        (doc.Head(Said("outcomes"), only=("html",)), lambda one: doc.Cell("", shares=_shares(one.by_outcome))),
         (_number("ok / run", "ok/run"), ran),
         (doc.Head(Said("success"), is_number=True, is_extra=True), lambda one: percent(one.success_rate)),
         (_number("out of memory", "OOM"), lambda one: amount(one.out_of_memory)),
@@ -231,15 +212,15 @@ def _number(head: str, short: str | None = None) -> doc.Head:
     return doc.Head(Said(head), is_number=True, short=short if short is None else Said(short))
 
 
-def _measurements(summary: SweepSummary, metrics: Sequence[ShownMetric], colours: Mapping[str, int]) -> doc.Section:
+def _measurements(summary: SweepSummary, metrics: Sequence[ShownMetric]) -> doc.Section:
     groups = summary.groups
     if len(groups) == 1:
-        parts = group_parts(groups[0], metrics, colours)
+        parts = group_parts(groups[0], metrics)
         remark = Said(": {group}", group=commas([groups[0].title, _size(groups[0])]))
         return doc.Section(Said("Measurements"), parts, "groups", remark=remark)
 
     def section(one: Group) -> doc.Section:
-        parts = group_parts(one, metrics, colours)
+        parts = group_parts(one, metrics)
         return doc.Section(one.title, parts, remark=Said(", {size}", size=_size(one)), is_open=one is groups[0])
 
     several = doc.Several(
@@ -307,30 +288,22 @@ def _environments(environments: Sequence[Environment]) -> doc.Section:
     return doc.Section(Said("Environment"), [table], "environment")
 
 
-_FIELDS = (
-    doc.Field("name", Said("trial"), "text"),
-    doc.Field("trainer", Said("trainer"), "words"),
-    doc.Field("model", Said("model"), "words"),
-    doc.Field("dtype", "dtype", "words"),
-    doc.Field("batch_size", Said("batch"), "count"),
-    doc.Field("seq_len", Said("sequence"), "count"),
-    doc.Field("outcome", Said("outcome"), "words"),
-    doc.Field("seconds", Said("step"), "seconds", mark="is_unstable"),
-    doc.Field("tokens_per_s", Said("tokens/s"), "rate"),
-    doc.Field("peak_bytes", Said("peak"), "bytes"),
-    doc.Field("mfu", "MFU", "share"),
-    doc.Field("hfu", "HFU", "share"),
-    doc.Field("reason", Said("reason"), "words", is_shown=False),
-    doc.Field("trace", Said("trace"), "text", is_shown=False),
-    doc.Field("command", Said("command"), "text", is_shown=False),
-    doc.Field("is_unstable", Said("unstable"), "flag", is_shown=False),
+def _measured(metric: ShownMetric, row: TrialRow) -> str:
+    return metric.text(row.measured) if row.measured.outcome == "ok" else ""
+
+
+_ALL_TRIALS: Sequence[tuple[doc.Head | str, Callable[[TrialRow], doc.Cell | str]]] = (
+    (Said("trial"), lambda row: row.name),
+    (Said("model"), lambda row: row.model),
+    ("dtype", lambda row: row.dtype),
+    (_number("batch"), lambda row: str(row.measured.batch_size)),
+    (_number("sequence"), lambda row: str(row.measured.seq_len)),
+    (Said("outcome"), lambda row: doc.Cell(row.measured.outcome, outcome_class(row.measured.outcome))),
+    *((doc.Head(one.title, is_number=True), partial(_measured, one)) for one in METRICS.values()),
+    (Said("reason"), lambda row: row.reason),
 )
 
 
 def _all_trials(summary: SweepSummary) -> doc.Section:
-    rows = [
-        [getattr(row if hasattr(row, one.name) else row.measured, one.name) for one in _FIELDS] for row in summary.rows
-    ]
-    tones = {name: outcome_class(name) for name in summary.totals.by_outcome}
-    hint = Said("Click a heading to sort, or a row to see its reason and command.")
-    return doc.Section(Said("All trials"), [doc.Records(_FIELDS, rows, "outcome", tones, hint)], "all-trials")
+    note = Said("`--csv` and `--json` have every trial, with the command that runs it again.")
+    return doc.Section(Said("All trials"), [table_of(summary.rows, _ALL_TRIALS, note=note)], "all-trials")
