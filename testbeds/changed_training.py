@@ -38,10 +38,9 @@ CHANGES = {
     "checkpoint": "checkpoint",
     "pause": "pause",
     "start-up": "start_up",
-    "recomputation": "recompute",
-    "padding": "padding",
-    "more padding per batch": "padding",
-    "smaller batch": "step_size",
+    "recomputation": "passes",
+    "more padding per batch": "passes",
+    "smaller batch": "passes",
 }
 """Each change, and the key that `flopwatch compare` has to name first."""
 
@@ -76,8 +75,8 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
         if index % SEQUENCES == 0:
             self.injected.sleep("loader")
         mask = torch.ones(self.length, dtype=torch.long)
-        if self.injected.change in ("padding", "more padding per batch"):
-            mask[LENGTH if self.length > LENGTH else LENGTH // 8 :] = 0
+        if self.injected.change == "more padding per batch":
+            mask[LENGTH:] = 0
         return {"input_ids": torch.randint(0, 100, (self.length,)), "attention_mask": mask}
 
 

@@ -17,11 +17,8 @@ from flopwatch.runs.reading import RunLog, SteadyStep, steady_steps
 from flopwatch.runs.traces import TraceSplit
 from flopwatch.runs.traces.files import traces_of_log
 from flopwatch.runs.waterfall import (
-    WaterfallChange,
-    key_of_other_flops,
     seconds_of,
     time_by_part,
-    waterfall_change,
     waterfall_of,
 )
 from flopwatch.stats import NO_DIFFERENCE, TOO_FEW, cut, differ, interval, median, percentile, resampled
@@ -304,7 +301,7 @@ class Comparison(Stored):
     Attributes:
         headline: How the speed and MFU of the steps changed, and what a run does once, in whole sentences.
         differences: Settings, versions and devices that differ, so that some numbers may not be comparable.
-        waterfall: How the losses between the peak and MFU changed; None if a run does not know them.
+        whole_run: How the MFU of the whole run changed; empty if a run does not know it.
         per_step: How the time per step changed, by part; None if a log does not have the times.
     """
 
@@ -313,7 +310,7 @@ class Comparison(Stored):
     differences: tuple[RunDifference, ...]
     lines: tuple[Line, ...]
     headline: str = ""
-    waterfall: WaterfallChange | None = None
+    whole_run: str = ""
     per_step: PerStep | None = None
 
     def line(self, key: str) -> Line:
@@ -330,19 +327,36 @@ def compare(
     traces_a, traces_b = traces_of_log(a, traces_a)[0], traces_of_log(b, traces_b)[0]
     if not traces_a or not traces_b:  # a loss that one of them does not divide would look like one that shrank
         traces_a = traces_b = ()
-    losses_a, losses_b = waterfall_of(a, traces_a), waterfall_of(b, traces_b)
     times_a, times_b = run_time(a, traces_a), run_time(b, traces_b)
     found = Comparison(
         _run_steps(a, len(in_a)),
         _run_steps(b, len(in_b)),
         find_differences(a, b),
         (*judged, *_totals(a, b)),
-        waterfall=waterfall_change(losses_a, losses_b),
+        whole_run=_whole_run(a, b),
         per_step=compare_per_step(times_a, times_b) if times_a is not None and times_b is not None else None,
     )
     once = _once(times_a, times_b) if times_a is not None and times_b is not None else ""
     headline = sentences([_speed_sentence(found), _mfu_sentence(found.line("mfu_percent")), once])
     return replace(found, headline=headline)
+
+
+_LEAST_CHANGED_POINTS, _LEAST_CHANGED_SHARE = 1.0, 0.1
+"""Two runs of the same training differ by some tenths of a point, or by some percent of a low MFU; a smaller change is
+not called one."""
+
+
+def _whole_run(a: RunLog, b: RunLog) -> str:
+    in_a, in_b = waterfall_of(a), waterfall_of(b)
+    if in_a is None or in_b is None:
+        return ""
+    gained = in_b.mfu_percent - in_a.mfu_percent
+    said = Said("MFU of the whole run fell from {a} to {b}.")
+    if gained > 0:
+        said = Said("MFU of the whole run rose from {a} to {b}.")
+    if abs(gained) < min(_LEAST_CHANGED_POINTS, _LEAST_CHANGED_SHARE * in_a.mfu_percent):
+        said = Said("MFU of the whole run changed little, from {a} to {b}.")
+    return said.filled(a=percent(in_a.mfu_percent / 100), b=percent(in_b.mfu_percent / 100))
 
 
 _SAME_WORK_PERCENT = 1.0
@@ -408,13 +422,7 @@ def run_time(log: RunLog, traces: Sequence[TraceSplit] = ()) -> RunTime | None:
         return None
     seconds, measured = found
     passes = sum(seconds.pop(key, 0.0) for key in OF_PASSES)
-    executed, of_model = total(log, "total/hardware_flops"), total(log, "total/model_flops")
-    flops: dict[str, float] = {}
-    if executed and of_model:
-        again = executed * (recompute_percent(log) or 0.0) / 100
-        flops = {PASSES: of_model, "recompute": again}
-        flops[key_of_other_flops(log)] = max(executed - again - of_model, 0.0)
-    return RunTime({**seconds, PASSES: passes}, int(steps), flops, measured)
+    return RunTime({**seconds, PASSES: passes}, int(steps), measured)
 
 
 def speed_line(comparison: Comparison) -> Line | None:

@@ -75,55 +75,6 @@ class Waterfall:
         return {"traces": content.pop("traced"), **content}
 
 
-@dataclass(frozen=True, slots=True)
-class LossChange:
-    """One loss in two runs, in percent of the peak; 0 in a run that does not have it."""
-
-    key: str
-    name: str
-    a: float
-    b: float
-    change: float
-
-
-@dataclass(frozen=True, slots=True)
-class WaterfallChange:
-    """The difference of two waterfalls. The changes of the losses, the largest first, add up to minus that of MFU.
-
-    Attributes:
-        mfu_a: MFU of the whole run A, in percent; `mfu_b` likewise.
-        sentence: How MFU changed. Points are shares of the wall time, so they do not tell which loss is the reason:
-            once one has shrunk, the others have more points. `flopwatch.runs.per_step` tells it.
-    """
-
-    mfu_a: float
-    mfu_b: float
-    losses: tuple[LossChange, ...]
-    sentence: str
-
-
-_LEAST_CHANGED_POINTS, _LEAST_CHANGED_SHARE = 1.0, 0.1
-"""Two runs of the same training differ by some tenths of a point, or by some percent of a low MFU; a smaller change is
-not called one."""
-
-
-def waterfall_change(a: Waterfall | None, b: Waterfall | None) -> WaterfallChange | None:
-    """The difference of two waterfalls; None if one of them is unknown. Both need a trace, or none of them."""
-    if a is None or b is None:
-        return None
-    points = [(use, a.points(key), b.points(key)) for key, use in LOSSES.items()]
-    changes = [LossChange(use.key, use.name, in_a, in_b, in_b - in_a) for use, in_a, in_b in points if in_a or in_b]
-    changes.sort(key=lambda loss: -abs(loss.change))
-    gained = b.mfu_percent - a.mfu_percent
-    in_a, in_b = (percent(run.mfu_percent / 100) for run in (a, b))
-    said = Said("MFU of the whole run fell from {a} to {b}.")
-    if gained > 0:
-        said = Said("MFU of the whole run rose from {a} to {b}.")
-    if abs(gained) < min(_LEAST_CHANGED_POINTS, _LEAST_CHANGED_SHARE * a.mfu_percent):
-        said = Said("MFU of the whole run changed little, from {a} to {b}.")
-    return WaterfallChange(a.mfu_percent, b.mfu_percent, tuple(changes), said.filled(a=in_a, b=in_b))
-
-
 def waterfall_of(log: RunLog, traces: Sequence[TraceSplit] = ()) -> Waterfall | None:
     """The waterfall of a run; None if its log has no peak, no FLOPs or no wall time.
 

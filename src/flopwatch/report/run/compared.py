@@ -147,8 +147,8 @@ def _remarks(comparison: Comparison) -> Iterator[str]:
         )
     elif None in (wait.a, wait.b) and (goodput.a, goodput.b) != (None, None):
         yield Said("The input wait (–) is unknown, and counts as productive in goodput.")
-    if comparison.waterfall is not None:
-        yield comparison.waterfall.sentence
+    if comparison.whole_run:
+        yield comparison.whole_run
     if comparison.per_step is not None:
         yield from comparison.per_step.notes
     per_step = comparison.line("tokens_per_step")
