@@ -11,7 +11,7 @@ from matrix.environments import ROOT, pip_sources, run, uv
 TWINE = "twine==7.0.0"
 _SDIST = {"src", "README.md", "README.zh-CN.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "pyproject.toml"}
 _ADDED_BY_HATCH = {".gitignore", "PKG-INFO"}
-_PACKAGE_FILES = {".py", ".json", ".css", ".js", ".typed"}
+_PACKAGE_FILES = {".py", ".json", ".css", ".js", ".typed", ".po", ".mo"}
 
 
 def build(folder: Path) -> tuple[Path, Path]:

@@ -12,7 +12,7 @@ import click
 
 from flopwatch.cli.streams import discard_output
 from flopwatch.errors import FlopwatchError, InputError
-from flopwatch.language import _
+from flopwatch.language import Said, _
 from flopwatch.present.json_form import strict_json
 from flopwatch.text import plain
 
@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _print_usage_error(error)
         sys.exit(2)
     except FlopwatchError as error:
-        print_error(str(error))
+        # What a log does not show is found; all other errors are English.
+        print_error(next((said for said in error.args if isinstance(said, Said)), str(error)))
         sys.exit(2)
     except OSError as error:
         if error.errno not in _OUTPUT_IS_GONE or error.filename is not None:
@@ -120,4 +121,4 @@ def write_file(path: str, content: str) -> None:
 
 def print_error(message: str) -> None:
     """Print a message to stderr, in red on a terminal. Control characters in the message are escaped."""
-    say(plain(message), fg="red", err=True)
+    say(plain(_(message)), fg="red", err=True)
