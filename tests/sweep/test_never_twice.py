@@ -18,6 +18,7 @@ from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialResult, TrialSpec
 from flopwatch.records.trial_files import RUNNERS, STARTED, log_file, trial_folder
 from flopwatch.sweep import claim as claims
+from flopwatch.sweep import folder
 from flopwatch.sweep.claim import Claim, own_identity, trial_claim, visible_seconds
 from flopwatch.sweep.engines.protocol import Ended
 from flopwatch.sweep.folder import FolderGoneError, Trial, check_held, held_folder, own_result, prepare, result_file
@@ -87,8 +88,8 @@ def test_a_supervisor_whose_guard_is_killed_ends_the_trial_in_order(sweep):
     assert own_result(sweep, trial.name).outcome == "cancelled"
 
 
-def test_a_supervisor_clears_what_an_earlier_life_left_before_its_worker_starts(sweep):
-    """Guard and supervisor killed at once: whatever engine places the trial again, its orphans go first."""
+def leave_orphans(sweep):
+    """Guard and supervisor killed at once."""
     trial = ready(sweep, "setsid sleep 302 & sleep 303 & echo $PPID > {trial_dir}/pid; sleep 304; true")
     guard = start(trial)
     file = folder_of(trial) / "pid"
@@ -98,8 +99,20 @@ def test_a_supervisor_clears_what_an_earlier_life_left_before_its_worker_starts(
     guard.kill()
     guard.wait(30)
     wait_until(lambda: len(left_behind(sweep)) == 3, "three orphans are left, and the shell is gone")
+
+
+def test_a_runner_clears_what_an_earlier_life_left_before_it_prepares_the_trial_again(sweep):
+    leave_orphans(sweep)
+    ready(sweep)
+    assert left_behind(sweep) == []
+
+
+def test_a_supervisor_clears_what_an_earlier_life_left_before_its_worker_starts(sweep, monkeypatch):
+    """On a host that is not the runner's: whatever engine places the trial again, its orphans go first."""
+    monkeypatch.setattr(folder, "kill_marked", lambda place: None)
+    leave_orphans(sweep)
     orphans = {pid for pid, _ in left_behind(sweep)}
-    mark = f"FLOPWATCH_TRIAL_DIR={folder_of(trial)}"
+    mark = f"FLOPWATCH_TRIAL_DIR={trial_folder(sweep.resolve(), 'one')}"
     count = f"grep -lzx '{mark}' /proc/[0-9]*/environ 2>/dev/null | xargs -n1 dirname | sort > {{trial_dir}}/seen; true"
     again = ready(sweep, "echo $$; " + count)
     assert start(again).wait(60) == 0

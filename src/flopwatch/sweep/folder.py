@@ -39,7 +39,7 @@ from flopwatch.records.trial_files import (
 from flopwatch.sweep.attempts import free_name, kill_strays, put_aside
 from flopwatch.sweep.claim import BEAT_SECONDS, Claim, is_elsewhere, trial_claim, visible_seconds
 from flopwatch.sweep.host.environment import fingerprint
-from flopwatch.sweep.host.processes import check_system
+from flopwatch.sweep.host.processes import check_system, kill_marked
 
 _FOLDERS = (TRIALS, LOGS, RUNS, RUNNERS)
 _POLL_SECONDS = 0.5  # time between two readings of another runner's heartbeat
@@ -270,10 +270,11 @@ def _clear_folder(trial: Trial) -> None:
         raise StillRunsError(
             f"{trial.name} still runs, see {folder / STARTED}; wait until it ends, then run the sweep again"
         )
-    kill_strays(folder)
     # An attempt that was not started is replaced: a job of it that starts later sees the new attempt, and leaves.
     is_bare = folder.is_dir() and [file.name for file in folder.iterdir()] == [SPEC]
     if os.path.lexists(folder) and not (is_bare and read_object(folder / SPEC).get("format") == FORMAT):
+        kill_strays(folder)
+        kill_marked(trial_folder(trial.sweep.resolve(), trial.name))
         put_aside(trial.sweep, trial.name)
 
 
