@@ -243,12 +243,6 @@ class Panels(NamedTuple):
     remark: str = ""
 
 
-class Legend(NamedTuple):
-    """Names and their markers in the charts below: the number of a colour, or the class of a mark."""
-
-    names: Sequence[tuple[str, int | str]]
-
-
 class Section(NamedTuple):
     """Parts below a title. A section without a title only stands apart from what is before it.
 
@@ -284,7 +278,7 @@ class Only(NamedTuple):
 
 
 Part: TypeAlias = (
-    Text | Items | Facts | Verbatim | Tiles | Grid | Bars | Drawing | Panels | Legend | Section | Several | Only
+    Text | Items | Facts | Verbatim | Tiles | Grid | Bars | Drawing | Panels | Section | Several | Only
 )  # fmt: skip
 
 

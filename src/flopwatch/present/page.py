@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flopwatch.language import Said, language
 from flopwatch.present import document as doc
-from flopwatch.present.svg import COLOURS, bars_svg, esc, legend_marker, verbatim
+from flopwatch.present.svg import COLOURS, bars_svg, esc, verbatim
 from flopwatch.version import __version__
 
 _FOLDER = Path(__file__).parent
@@ -160,14 +160,6 @@ class _Html(doc.Renderer[str]):
             head = f"<h3>{esc(part.title)}</h3>{_paragraph(part.remark)}" if part.title else ""
             panels = f'<div class="panels">{"".join(self.parts(part.drawings))}</div>'
             yield f"{head}{panels}"
-
-    def legend(self, part: doc.Legend) -> Iterator[str]:
-        marks = (
-            f'<i class="{verbatim(kind)}"></i>' if isinstance(kind, str) else legend_marker(kind)
-            for _, kind in part.names
-        )
-        names = (f"<span>{mark}{esc(name)}</span>" for mark, (name, _kind) in zip(marks, part.names, strict=True))
-        yield f'<div class="legend">{"".join(names)}</div>' if part.names else ""
 
 
 def _head(columns: Sequence[doc.Head]) -> str:

@@ -9,14 +9,6 @@ from flopwatch.language import _
 from flopwatch.present.document import Bar
 from flopwatch.text import one_line, plain
 
-_MARKERS = (
-    "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
-    "M-3.6 -3.6h7.2v7.2h-7.2z",
-    "M0 -4.6L4.4 3.4H-4.4z",
-    "M0 -5L5 0L0 5L-5 0z",
-    "M0 4.6L4.4 -3.4H-4.4z",
-    "M-1.6 -4.6h3.2v3h3v3.2h-3v3h-3.2v-3h-3v-3.2h3z",
-)
 COLOURS = 8
 _LONGEST_NAME = 50
 
@@ -33,17 +25,6 @@ def verbatim(text: object) -> str:
 def esc(text: object) -> str:
     """Escape text for HTML, in the reader's language."""
     return verbatim(_(text) if isinstance(text, str) else text)
-
-
-def marker(kind: int, x: float, y: float, tip: str, style: str = "m", *, is_small: bool = False) -> str:
-    scale = "scale(.6)" if is_small else ""
-    place = f'transform="translate({x:.1f} {y:.1f}){scale}"'
-    return f'<path class="{style} k{kind % COLOURS}" {place} d="{_MARKERS[kind % len(_MARKERS)]}"{tipped(tip)}/>'
-
-
-def legend_marker(kind: int) -> str:
-    shape = _MARKERS[kind % len(_MARKERS)]
-    return f'<svg viewBox="-6 -6 12 12" aria-hidden="true"><path class="m k{kind % COLOURS}" d="{shape}"/></svg>'
 
 
 def tipped(tip: str) -> str:

@@ -34,19 +34,9 @@ def test_the_mean_of_a_rate_is_weighted_by_time_and_that_of_the_step_time_by_ste
     assert report.mean("perf/tokens_per_second") == pytest.approx(10 * 7 / 14)
 
 
-def test_evaluations_and_checkpoints_are_where_their_seconds_grow(report):
-    found = [
-        (moment.kind, moment.after_step, moment.seconds) for moment in report.moments if moment.seconds is not None
-    ]
-    assert sorted(found) == [("checkpoint", 4, 1.0), ("evaluation", 2, 3.0), ("evaluation", 7, 2.0)]
-
-
-def test_restarts_and_notices_are_moments(report):
-    restart = next(moment for moment in report.moments if moment.kind == "restart")
-    assert (restart.after_step, restart.unix_time, restart.words) == (4, 1030.0, "resumed on desk")
-    notice = next(moment for moment in report.moments if moment.kind == "notice")
-    assert (notice.after_step, notice.level, notice.words) == (2, "warning", "slow: Step 2 was slow.")
-    assert report.moment_counts == {"evaluation": 2, "checkpoint": 1, "restart": 1, "notice": 1}
+def test_notices_are_kept_and_restarts_are_starts(report):
+    assert [(notice.step, notice.code) for notice in report.notices] == [(2, "slow")]
+    assert [start.resumed_after_step for start in report.starts] == [None, 4]
 
 
 def test_the_wall_time_is_divided_as_at_the_end_of_the_run(report):
@@ -99,7 +89,7 @@ def test_torn_lines_are_counted(tmp_path):
 
 def test_a_log_with_nothing_but_its_start_makes_a_report(tmp_path):
     report = read_report(write_run(tmp_path, [start("one", 1000.0)]))
-    assert (report.windows, report.curves, report.moments, report.last_step) == (0, {}, (), None)
+    assert (report.windows, report.curves, report.notices, report.last_step) == (0, {}, (), None)
 
 
 def test_a_spike_survives_any_thinning():

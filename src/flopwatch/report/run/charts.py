@@ -1,4 +1,4 @@
-"""Draw curves over the steps of a run, with what happened when."""
+"""Draw curves over the steps of a run."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from functools import partial
 from math import ceil
 
 from flopwatch.language import Said, _, counted
-from flopwatch.numbers import byte_size, count, energy, flop_prefix, number, percent, step_time
+from flopwatch.numbers import count, number, percent, step_time
 from flopwatch.present import svg
 from flopwatch.present.document import Drawing
-from flopwatch.report.run.contents import Curve, Moment, Point, RunReport, merged
-from flopwatch.report.run.words import metric_name, moment_words, utc
+from flopwatch.report.run.contents import Curve, Point, RunReport, merged
+from flopwatch.report.run.words import metric_name, utc
 from flopwatch.stats import in_groups
 
 _WIDTH, _HEIGHT = 460.0, 206.0
@@ -34,33 +34,14 @@ class ChartStyle:
     cuts_spikes: bool = False
 
 
-def _short_flops(flops_per_s: float) -> str:
-    """A rate for an axis, whose labels have no room for the unit.
-
-    >>> _short_flops(420e12), _short_flops(0.0)
-    ('420 T', '0.00')
-    """
-    unit, prefix = flop_prefix(flops_per_s)
-    return f"{number(flops_per_s / unit)} {prefix}".rstrip()
-
-
 _SHARE = ChartStyle(lambda value: percent(value / 100))
 _DATA_RANGE = ChartStyle(number, from_zero=False)
-_MEMORY = ChartStyle(lambda gib: byte_size(gib * 2**30))
 _CHARTS: Mapping[str, tuple[Sequence[str], ChartStyle]] = {
     Said("MFU and HFU"): (("perf/mfu_percent", "perf/hfu_percent"), _SHARE),
     Said("Loss"): (("training/loss",), _DATA_RANGE),
     Said("Tokens/s"): (("perf/tokens_per_second",), ChartStyle(count)),
     Said("Samples/s"): (("perf/samples_per_second",), ChartStyle(count)),
     Said("Step time"): (("perf/step_time",), ChartStyle(step_time, cuts_spikes=True)),
-    Said("Input wait, share of the step time"): (("perf/input_wait_percent",), _SHARE),
-    Said("Most memory so far"): (("perf/memory_allocated_gib", "perf/memory_reserved_gib"), _MEMORY),
-    Said("FLOP/s of a device, counted and by hardware counters"): (
-        ("perf/hardware_flops_per_second_per_device", "counters/flops_per_second_per_device"),
-        ChartStyle(_short_flops),
-    ),
-    Said("Tensor cores busy, share of the cycles"): (("counters/tensor_active",), ChartStyle(percent)),
-    Said("Energy per token"): (("perf/joules_per_token",), ChartStyle(energy)),
 }
 
 
@@ -75,14 +56,13 @@ def charts_of(report: RunReport) -> Iterator[Drawing]:
         return
     for title, (keys, style) in charts.items():
         if curves := [report.curves[key] for key in keys if key in report.curves and report.curves[key].points]:
-            yield _line_chart(title, curves, (report.first_step, report.last_step), report.moments, style)
+            yield _line_chart(title, curves, (report.first_step, report.last_step), style)
 
 
 def _line_chart(
     title: str,
     curves: Sequence[Curve],
     steps: tuple[int, int],
-    moments: Sequence[Moment],
     style: ChartStyle,
 ) -> Drawing:
     """Draw curves over the steps of the run: a line for the mean, and a pale area from the least to the largest."""
@@ -97,7 +77,6 @@ def _line_chart(
         svg.axes(_LEFT, _RIGHT, y, ticks, lambda tick: write(tick) if tick else "0"),
         svg.line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis"),
         *_step_labels(x),
-        *_marks(moments, x),
     ]
     for kind, curve in enumerate(curves, start=1):
         parts += _drawn(curve.points, x, y, kind)
@@ -142,25 +121,9 @@ def _drawn(points: Sequence[Point], x: svg.LinearScale, y: svg.LinearScale, kind
     if any(point.low != point.high for point in points):
         yield f'<path class="area k{kind}" d="M{"L".join(highs + lows[::-1])}z"/>'
     if len(points) == 1:
-        yield svg.marker(kind, middles[0], y(points[0].mean), "")
+        yield f'<circle class="m k{kind}" cx="{middles[0]:.1f}" cy="{y(points[0].mean):.1f}" r="4"/>'
     else:
         yield f'<path class="l k{kind}{" dash" if kind > 1 else ""}" d="M{"L".join(means)}"/>'
-
-
-def _marks(moments: Sequence[Moment], x: svg.LinearScale) -> Iterator[str]:
-    """Evaluations and checkpoints as ticks below the axis, restarts as lines, notices as triangles at the top."""
-    placed = [(moment, x(x.low if moment.after_step is None else moment.after_step)) for moment in moments]
-    for kind, top in (("checkpoint", _BOTTOM + 2), ("evaluation", _BOTTOM + 7)):
-        ticks = "".join(f"M{place:.1f} {top:.1f}v4" for moment, place in placed if moment.kind == kind)
-        if ticks:
-            yield f'<path class="tick {kind}" d="{ticks}"/>'
-    for moment, place in placed:
-        if moment.kind == "restart":
-            yield f'<path class="restart" d="M{place:.1f} {_TOP}V{_BOTTOM}"{svg.tipped(moment_words(moment))}/>'
-        elif moment.kind == "notice":
-            level = moment.level if moment.level in ("info", "warning", "error") else "info"
-            shape = f"M{place:.1f} {_TOP + 5:.1f}l-4 -7h8z"
-            yield f'<path class="notice {level}" d="{shape}"{svg.tipped(moment_words(moment))}/>'
 
 
 def _tips(curves: Sequence[Curve], x: svg.LinearScale, style: ChartStyle) -> Iterator[str]:

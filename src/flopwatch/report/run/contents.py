@@ -1,16 +1,13 @@
 """What the report of a run contains, collected in one pass over its log. No part grows with the length of the log."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
-from typing import Literal
 
-from flopwatch.language import Said, Templates
-from flopwatch.present.document import evenly
 from flopwatch.records.metrics import METRICS, Goodput, find_metric, goodput_of
-from flopwatch.records.run import Number, Provenance, Row, RunStart, Summary
+from flopwatch.records.run import Notice, Number, Provenance, Row, RunStart
 from flopwatch.runs.advice import Conclusion, Times, conclusion_of, times_of
 from flopwatch.runs.counters import Counters, counters_of
 from flopwatch.runs.given_peak import ChoosePeak, giver_of, with_peak
@@ -18,7 +15,7 @@ from flopwatch.runs.log_file import find_log
 from flopwatch.runs.reading import RunLog, read_around, read_log
 from flopwatch.runs.state import standing
 from flopwatch.runs.traces import TraceSplit
-from flopwatch.runs.waterfall import Waterfall, logged_seconds, seconds_of, waterfall_of
+from flopwatch.runs.waterfall import Waterfall, seconds_of, waterfall_of
 from flopwatch.stats import Thinned
 
 MAIN_KEYS = (
@@ -28,32 +25,14 @@ MAIN_KEYS = (
     "perf/tokens_per_second",
     "perf/samples_per_second",
     "perf/step_time",
-    "perf/input_wait_percent",
-    "perf/memory_allocated_gib",
-    "perf/memory_reserved_gib",
 )
 """The metrics of flopwatch whose curves are drawn. Metrics of the user are drawn too."""
-COUNTER_KEYS = (
-    "perf/hardware_flops_per_second_per_device",
-    "counters/flops_per_second_per_device",
-    "counters/tensor_active",
-    "perf/joules_per_token",
-)
-"""Further metrics whose curves are drawn if the run has hardware counters."""
 MOST_POINTS = 600
 MOST_USER_CURVES = 12
 USER_CURVE_POINTS = 200
-MOST_MOMENTS = 200
-"""Of each kind; if there are more, they are thinned evenly."""
 MOST_NOTES = 20
+MOST_NOTICES = 200
 MOST_VALUES = 200
-Kind = Literal["evaluation", "checkpoint", "restart", "notice"]
-KINDS: Templates = {
-    "evaluation": "evaluation",
-    "checkpoint": "checkpoint",
-    "restart": "restart",
-    "notice": "notice",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,26 +74,6 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """Something that happened between two logged steps.
-
-    Attributes:
-        after_step: The last logged step before it; None if it was before the first one.
-        unix_time: When the log first shows it.
-        seconds: How long it took.
-        words: What to say about it, such as the text of a notice.
-        level: Level of a notice.
-    """
-
-    kind: Kind
-    after_step: int | None
-    unix_time: float | None = None
-    seconds: float | None = None
-    words: str = ""
-    level: str = "info"
-
-
-@dataclass(frozen=True, slots=True)
 class ExactWindows:
     """How many logging windows have exact FLOPs, and why the others do not.
 
@@ -144,14 +103,12 @@ class RunReport:
         wall_seconds: From the start of the first process to the last record; None if it is unknown.
         curves: By metric, those that have at least one value.
         values: The newest value of each metric, and the step of its window.
-        moments: Evaluations, checkpoints, restarts and notices, oldest first; at most 200 of each kind.
-        moment_counts: How many there were of each kind.
+        notices: The newest 200, oldest first.
         times: Where the wall time went, with the uses inside of steps; None if the waterfall says it.
         conclusion: What the log says in words; `flopwatch why` says the same.
         provenances: How FLOPs and peak were found, one record for each change.
         torn_lines: Number of lines of the log that could not be read.
         earlier_step: The last step of an earlier run in the same log, which is left out; None if there is none.
-        left_out: Names of the user's metrics that have no curve here because there are too many.
         counters: What hardware counters have shown; None if the run has read none.
     """
 
@@ -166,8 +123,7 @@ class RunReport:
     wall_seconds: float | None
     curves: Mapping[str, Curve]
     values: Mapping[str, tuple[Number, int]]
-    moments: tuple[Moment, ...]
-    moment_counts: Mapping[str, int]
+    notices: tuple[Notice, ...]
     goodput: Goodput | None
     waterfall: Waterfall | None
     times: Times | None
@@ -176,7 +132,6 @@ class RunReport:
     provenances: tuple[Provenance, ...]
     torn_lines: int = 0
     earlier_step: int | None = None
-    left_out: tuple[str, ...] = ()
     counters: Counters | None = None
 
     @property
@@ -194,12 +149,6 @@ class RunReport:
         return self.values[key][0] if key in self.values else None
 
 
-_PHASES: Mapping[str, Kind] = {"eval": "evaluation", "checkpoint": "checkpoint"}
-_Times = tuple[float, Mapping[str, float]]
-_LEAST_SECONDS = 1e-9
-"""A smaller growth of a sum of seconds is a rounding error."""
-
-
 def read_report(
     run_dir: str | Path, traces: Sequence[TraceSplit] = (), choose_peak: ChoosePeak | None = None
 ) -> RunReport:
@@ -210,8 +159,7 @@ def read_report(
     log = with_peak(read_log(path, lambda row: collector.take(row if giver is None else giver.row(row))), choose_peak)
     collector.finish(log)
     waterfall, start = waterfall_of(log, traces), log.starts[-1] if log.starts else None
-    moments = sorted(collector.moments(log), key=lambda moment: (moment.after_step or 0, moment.unix_time or 0))
-    seconds = seconds_of(log) or collector.seconds
+    seconds = seconds_of(log)
     newest, exact = collector.newest, collector.exact
     return RunReport(
         log=str(log.path),
@@ -225,8 +173,7 @@ def read_report(
         wall_seconds=seconds.get("wall"),
         curves=collector.curves(),
         values=collector.values,
-        moments=tuple(_thinned(moments)),
-        moment_counts=Counter(moment.kind for moment in moments),
+        notices=log.notices[-MOST_NOTICES:],
         goodput=goodput_of(seconds),
         waterfall=waterfall,
         times=times_of(log, traces) if waterfall is None else None,
@@ -235,7 +182,6 @@ def read_report(
         provenances=_changes(log.provenances),
         torn_lines=log.torn_lines,
         earlier_step=log.earlier_step,
-        left_out=tuple(collector.left_out),
         counters=counters_of(log),
     )
 
@@ -247,16 +193,6 @@ def _changes(provenances: Sequence[Provenance]) -> tuple[Provenance, ...]:
         if not changed or replace(record, step=changed[-1].step) != changed[-1]:
             changed.append(record)
     return tuple(changed)
-
-
-def _thinned(moments: Sequence[Moment]) -> Iterator[Moment]:
-    for kind in KINDS:
-        yield from evenly([moment for moment in moments if moment.kind == kind], MOST_MOMENTS)
-
-
-def _seconds(record: Row | Summary) -> Mapping[str, float]:
-    of_ledger = record.ledger.get("seconds") if isinstance(record, Row) else None
-    return of_ledger or logged_seconds(record.values)
 
 
 class CurveMaker:
@@ -314,12 +250,8 @@ class _Collector:
         self.newest: Row | None = None
         self.steps = 0
         self.first_step: int | None = None
-        self.seconds: Mapping[str, float] = {}
         self.values: dict[str, tuple[Number, int]] = {}
-        self.left_out: dict[str, None] = {}
         self._makers: dict[str, CurveMaker] = {}
-        self._later: _Times | None = None
-        self._phases: list[Moment] = []
         self.exact: Counter[bool | None] = Counter()
         self.notes: Counter[str] = Counter()
 
@@ -330,10 +262,6 @@ class _Collector:
         self.steps = max(self.steps, row.steps_done)
         self.first_step = numbers[0]
         self._add_points(row, numbers)
-        if seconds := _seconds(row):
-            self.seconds = self.seconds or seconds
-            self._phases += _grown(self._later, row.step, seconds)
-            self._later = row.unix_time, seconds
         self.exact[row.exact] += 1
         if len(self.notes) < 10 * MOST_NOTES:
             self.notes.update(row.notes)
@@ -342,11 +270,10 @@ class _Collector:
     def _add_points(self, row: Row, numbers: Sequence[int]) -> None:
         times = _timed_seconds(row)
         together = sum(times)
-        drawn = MAIN_KEYS if row.counters_source is None else (*MAIN_KEYS, *COUNTER_KEYS)
         for key, value in row.values.items():
             if len(self.values) < MOST_VALUES or key in METRICS:
                 self.values.setdefault(key, (value, row.step))
-            maker = self._maker(key, drawn)
+            maker = self._maker(key)
             if maker is None or not isinstance(value, int | float):
                 continue
             of_steps = times if key == "perf/step_time" else row.steps.get("loss", ()) if key == "training/loss" else ()
@@ -355,52 +282,24 @@ class _Collector:
             weight = len(numbers) if not is_rate else len(times) if key == "perf/step_time" else together
             maker.add(Point(numbers[0], row.step, row.unix_time, min(values), value, max(values), float(weight)))
 
-    def _maker(self, key: str, drawn: Sequence[str]) -> CurveMaker | None:
-        if key in drawn and key not in self._makers:
+    def _maker(self, key: str) -> CurveMaker | None:
+        if key in MAIN_KEYS and key not in self._makers:
             self._makers[key] = CurveMaker(key)
-        elif _is_of_user(key) and key not in self._makers:
-            if sum(map(_is_of_user, self._makers)) < MOST_USER_CURVES:
-                self._makers[key] = CurveMaker(key, USER_CURVE_POINTS)
-            elif len(self.left_out) < MOST_VALUES:
-                self.left_out.setdefault(key)
+        elif _is_of_user(key) and sum(map(_is_of_user, self._makers)) < MOST_USER_CURVES:
+            self._makers.setdefault(key, CurveMaker(key, USER_CURVE_POINTS))
         return self._makers.get(key)
 
     def finish(self, log: RunLog) -> None:
-        begun = log.starts[0].ledger.get("seconds", {}) if log.starts else {}
-        self._phases += _grown(self._later, None, begun)
-        if (summary := log.summary) is None:
+        if log.summary is None:
             return
-        at_the_end = _seconds(summary)
-        if at_the_end and self.newest is not None:
-            self._phases += _grown((summary.unix_time, at_the_end), self.newest.step, self.seconds)
-        for key, value in summary.values.items():
+        for key, value in log.summary.values.items():
             if key in METRICS:
-                self.values.setdefault(key, (value, summary.step or 0))
-
-    def moments(self, log: RunLog) -> Iterator[Moment]:
-        yield from self._phases
-        for start in log.starts[1:]:
-            where = start.resumed_after_step
-            host = start.environment.get("host")
-            resumed = Said("resumed on {host}", host=str(host)) if host else Said("resumed")
-            yield Moment("restart", where, start.unix_time, words=resumed)
-        for notice in log.notices:
-            words = Said("{code}: {notice}", code=notice.code, notice=notice.message)
-            yield Moment("notice", notice.step, words=words, level=notice.level)
+                self.values.setdefault(key, (value, log.summary.step or 0))
 
     def curves(self) -> dict[str, Curve]:
-        first = (*MAIN_KEYS, *COUNTER_KEYS)
-        order = [*(key for key in first if key in self._makers), *sorted(set(self._makers) - set(first))]
+        order = [*(key for key in MAIN_KEYS if key in self._makers), *sorted(set(self._makers) - set(MAIN_KEYS))]
         curves = {key: self._makers[key].curve() for key in order}
         return {key: curve for key, curve in curves.items() if curve.points or curve.broken_windows}
-
-
-def _grown(later: _Times | None, step: int | None, seconds: Mapping[str, float]) -> Iterator[Moment]:
-    unix_time, after = later or (0.0, {})
-    for name, kind in _PHASES.items():
-        more = after.get(name, 0.0) - seconds.get(name, 0.0)
-        if more > _LEAST_SECONDS:
-            yield Moment(kind, step, unix_time, more)
 
 
 def _is_of_user(key: str) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flopwatch.language import ENGLISH, Said, commas, counted, language, semicolons, sentences
+from flopwatch.language import ENGLISH, Said, counted, language, semicolons, sentences
 from flopwatch.numbers import duration, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.present.json_form import record_fields, to_json
@@ -52,6 +52,7 @@ def run_json(report: RunReport) -> str:
     content = record_fields(report)
     content["curves"] = tuple(report.curves.values())
     content["values"] = {key: {"value": value, "step": step} for key, (value, step) in report.values.items()}
+    content["notices"] = tuple(notice.to_json() for notice in report.notices)
     content["starts"] = tuple(start.to_json() for start in report.starts)
     content["provenances"] = tuple(record.to_json() for record in report.provenances)
     content["means"] = {key: curve.mean for key, curve in report.curves.items()}
@@ -91,13 +92,12 @@ def _sections(report: RunReport) -> Iterator[doc.Part]:
 
 def _end(report: RunReport) -> Iterator[doc.Part]:
     """What a terminal says instead of the sections that it leaves out."""
-    counts = commas(words.moments_counted(report).values())
     peak = Said("Peak: {peak}.", peak=words.peak_text(report.provenance))
     sure = sentences([words.exact_sentence(report), peak])
-    notices = [moment for moment in report.moments if moment.kind == "notice" and moment.level != "info"]
-    said = [doc.Text(words.shortened(moment.words, 300), "warn") for moment in notices[-3:]]
+    notices = [f"{notice.code}: {notice.message}" for notice in report.notices if notice.level != "info"]
+    said = [doc.Text(words.shortened(notice, 300), "warn") for notice in notices[-3:]]
     hint = doc.Text(Said("The whole report: {command}", command="flopwatch report RUN_DIR --html page.html"), "soft")
-    yield doc.Only(("terminal",), [doc.Section("", [doc.Text(counts), doc.Text(sure), *said, hint])])
+    yield doc.Only(("terminal",), [doc.Section("", [doc.Text(sure), *said, hint])])
 
 
 def _loss_section(report: RunReport) -> doc.Section:
@@ -138,29 +138,14 @@ def _curves(report: RunReport) -> Iterator[doc.Part]:
     if not report.curves:
         yield doc.Section(Said("Over time"), [doc.Text(Said("The log has no logging window yet."))], "curves")
         return
-    levels = {moment.level for moment in report.moments}
-    worst = next((level for level in ("error", "warning") if level in levels), "")
-    counts = words.moments_counted(report)
-    marks = doc.Legend([(text, f"{kind} {worst}".strip()) for kind, text in counts.items()])
     said = [doc.Text(sentence) for sentence in (counter_sentences(report.counters) if report.counters else ())]
-    if report.left_out:
-        more = counted(
-            len(report.left_out),
-            "{n} more metric of the user without a chart: {names}.",
-            "{n} more metrics of the user without a chart: {names}.",
-            names=one_line(", ".join(report.left_out), _LONGEST),
-        )
-        said.append(doc.Text(more, "note"))
     about = doc.Text(Said("By step; point at a chart to see its values and the time of day."), "soft")
-    charts = doc.Only(("html",), [about, marks, doc.Panels(list(charts_of(report)))])
-    told = doc.Text(commas(counts.values()))
-    yield doc.Section(Said("Over time"), [charts, doc.Only(("markdown",), [told]), *said], "curves")
+    charts = doc.Only(("html",), [about, doc.Panels(list(charts_of(report)))])
+    yield doc.Section(Said("Over time"), [charts, *said], "curves")
 
 
 def _notices(report: RunReport) -> Iterator[doc.Part]:
-    notable = [moment for moment in reversed(report.moments) if moment.kind in ("restart", "notice")]
-    if notable:
-        said = dict.fromkeys(words.shortened(words.moment_words(moment), _LONGEST) for moment in notable)
+    if said := dict.fromkeys(words.shortened(text, _LONGEST) for text in words.happened(report)):
         newest_first = doc.Items(list(said), most=doc.Most(0, 40, 40), more=Said("older ones"))
         yield doc.Section(Said("Restarts and notices"), [newest_first], "events", Said("Notices"))
 

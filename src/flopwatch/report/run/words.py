@@ -9,7 +9,7 @@ from flopwatch.numbers import UNKNOWN, count, duration, energy, flop_rate, flops
 from flopwatch.records.flops import PEAK_WORDS
 from flopwatch.records.metrics import find_metric
 from flopwatch.records.run import Provenance
-from flopwatch.report.run.contents import KINDS, Moment, RunReport
+from flopwatch.report.run.contents import RunReport
 from flopwatch.runs.counters import energy_per_work
 from flopwatch.runs.explain import WHAT_RAN, what_ran
 from flopwatch.text import one_line
@@ -21,13 +21,6 @@ NAMES: Templates = {
     "perf/tokens_per_second": "tokens/s",
     "perf/samples_per_second": "samples/s",
     "perf/step_time": "step time",
-    "perf/input_wait_percent": "input wait",
-    "perf/memory_allocated_gib": "allocated",
-    "perf/memory_reserved_gib": "reserved",
-    "perf/hardware_flops_per_second_per_device": "counted",
-    "counters/flops_per_second_per_device": "by hardware counters",
-    "counters/tensor_active": "tensor cores busy",
-    "perf/joules_per_token": "energy per token",
     "training/lr": "learning rate",
     "training/grad_norm": "gradient norm",
 }
@@ -259,21 +252,18 @@ def peak_text(record: Provenance | None) -> str:
     return shortened(semicolons([commas([value, named]), source]), 2 * _LONGEST)
 
 
-def moments_counted(report: RunReport) -> dict[str, str]:
-    """How many evaluations, checkpoints, restarts and notices there were."""
-    amounts = {kind: report.moment_counts.get(kind, 0) for kind in KINDS}
-    said = {
-        "evaluation": counted(amounts["evaluation"], "{n} evaluation", "{n} evaluations"),
-        "checkpoint": counted(amounts["checkpoint"], "{n} checkpoint", "{n} checkpoints"),
-        "restart": counted(amounts["restart"], "{n} restart", "{n} restarts"),
-        "notice": counted(amounts["notice"], "{n} notice", "{n} notices"),
-    }
-    return {kind: text for kind, text in said.items() if amounts[kind]}
-
-
-def moment_words(moment: Moment) -> str:
-    """What a restart or a notice says, and where it was."""
-    kind = Said(KINDS[moment.kind])
-    if moment.after_step is None:
-        return Said("{kind} before the first step: {words}", kind=kind, words=moment.words)
-    return Said("{kind} at step {step:,}: {words}", kind=kind, step=moment.after_step, words=moment.words)
+def happened(report: RunReport) -> Iterator[str]:
+    """Restarts and notices, the newest first."""
+    found: list[tuple[int | None, str, str]] = []
+    for start in report.starts[1:]:
+        host = start.environment.get("host")
+        resumed = Said("resumed on {host}", host=str(host)) if host else Said("resumed")
+        found.append((start.resumed_after_step, Said("restart"), resumed))
+    for notice in report.notices:
+        said = Said("{code}: {notice}", code=notice.code, notice=notice.message)
+        found.append((notice.step, Said("notice"), said))
+    for step, kind, words in sorted(found, key=lambda one: -(one[0] or 0)):
+        where = Said("{kind} at step {step:,}: {words}")
+        if step is None:
+            where = Said("{kind} before the first step: {words}")
+        yield where.filled(kind=kind, step=step, words=words)
