@@ -163,14 +163,6 @@ def test_a_late_supervisor_of_an_earlier_attempt_leaves(sweep, monkeypatch):
     assert log_file(sweep, "one").read_text() == "ran\n"
 
 
-def test_what_was_withdrawn_nobody_starts(sweep):
-    trial = ready(sweep, "echo ran")
-    assert trial_claim(folder_of(trial)).withdraw()
-    assert trial_claim(folder_of(trial)).withdraw(), "twice is once"
-    assert start(trial).wait(60) == 0
-    assert not log_file(sweep, "one").exists()
-
-
 def test_what_runs_is_neither_withdrawn_nor_prepared_again(sweep):
     trial = ready(sweep, TREE)
     guard, watching, tree = started_tree(trial)

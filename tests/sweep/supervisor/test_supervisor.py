@@ -137,15 +137,6 @@ def test_a_supervisor_dies_with_its_parent(sweep):
     assert left_behind(sweep) == []
 
 
-def test_a_trial_whose_supervisor_is_killed_dies_too(sweep):
-    name = ready(sweep, "exec sleep 100")
-    supervisor = subprocess.Popen([sys.executable, "-m", "flopwatch.sweep.supervisor", str(sweep), name])
-    _until(lambda: left_behind(sweep))
-    supervisor.kill()
-    supervisor.wait()
-    _until(lambda: not left_behind(sweep))
-
-
 @pytest.mark.parametrize("kind", ["cgroup", "rlimit"])
 def test_a_memory_limit_is_a_host_out_of_memory(sweep, monkeypatch, kind):
     if kind == "cgroup":
