@@ -1,6 +1,5 @@
 """A sweep outlives whatever its output goes to."""
 
-import contextlib
 import os
 import pty
 import subprocess
@@ -9,7 +8,6 @@ import sys
 import pytest
 
 from flopwatch.records.sweep_results import read_results
-from testbeds.wait_until import wait_until
 
 pytestmark = pytest.mark.slow  # command lines in processes of their own
 
@@ -76,21 +74,3 @@ def test_a_report_that_cannot_be_written_is_no_success(tmp_path):
         errors = process.communicate()[1].decode()
     assert process.returncode == 1
     assert errors == "cannot write the output: No space left on device\n"
-
-
-def test_a_pipe_that_nobody_reads_does_not_hold_up_the_sweep(tmp_path):
-    """As `| less` that is left alone: here a pipe that is full before the sweep begins."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(writer, b"x" * 4096)
-    os.set_blocking(writer, True)
-    process = start(*SWEEP, "s", stdout=writer, stderr=subprocess.DEVNULL)
-    os.close(writer)
-    results = tmp_path / "s" / "results.jsonl"
-    wait_until(lambda: results.exists() and len(exit_codes(tmp_path / "s")) == 2, "both trials ended")
-    with os.fdopen(reader, "rb") as stream:
-        text = stream.read().decode().lstrip("x")
-    assert process.wait() == 1
-    assert text.count("error: left with exit code") == 2, "and in the end every line is there"

@@ -69,7 +69,7 @@ def test_the_largest_batch_of_a_limited_trainer_is_found_in_at_most_six_trials(t
         "greedy:Greedy", "tiny", 1, 16, device="cpu", steps=1, warmup_steps=0, threads=1, trace=False,
         limits=Limits(memory_bytes=limit),
     )  # fmt: skip
-    found = fit_batch(tmp_path / "fit", spec, Listener())
+    found = fit_batch(tmp_path / "fit", spec, observer=Listener())
     # Four when memory is exactly affine, at most five when each peak is off by up to 5 MiB (simulated 4,000 times). A
     # seventh trial needs errors of 10 MiB or more; the peaks of equal trials differed by less than 1 MiB.
     assert found.probes_for_largest <= 6
@@ -91,30 +91,30 @@ def test_the_largest_batch_of_a_limited_trainer_is_found_in_at_most_six_trials(t
 @pytest.mark.slow
 def test_every_probe_is_a_trial_of_the_folder_and_a_second_fit_runs_none(tmp_path, holding):
     folder = tmp_path / "fit"
-    found = fit_batch(folder, holding, Listener())
+    found = fit_batch(folder, holding, observer=Listener())
     assert 0.95 * found.too_large <= found.largest + 1 <= found.too_large
     assert 15 <= found.largest <= 25, "200 MiB, 8 MiB for each sample"
     names = {f"Holding_bs{probe.batch_size}_seq16" for probe in found.probes}
     assert {folder_of_trial.name for folder_of_trial in (folder / "trials").iterdir()} == names
     again = Listener()
-    assert fit_batch(folder, holding, again) == found
+    assert fit_batch(folder, holding, observer=again) == found
     assert again.begun == []
 
 
 @pytest.mark.slow
 def test_the_fastest_is_where_the_throughput_stops_growing(tmp_path, holding):
-    found = fit_batch(tmp_path / "fit", holding, Listener())
+    found = fit_batch(tmp_path / "fit", holding, observer=Listener())
     assert 3 <= found.fastest <= 8, "it grows up to 4 samples"
 
 
 @pytest.mark.slow
 def test_a_trial_that_fails_is_told_and_is_run_again_by_the_next_fit(tmp_path, holding):
     (tmp_path / "holding.py").rename(tmp_path / "away.py")
-    found = fit_batch(tmp_path / "fit", holding, Listener())
+    found = fit_batch(tmp_path / "fit", holding, observer=Listener())
     assert found.stopped.startswith("batch 1: error: ")
     assert len(found.probes) == 1
     (tmp_path / "away.py").rename(tmp_path / "holding.py")
-    mended = fit_batch(tmp_path / "fit", holding, Listener(), max_batch=1)
+    mended = fit_batch(tmp_path / "fit", holding, observer=Listener(), max_batch=1)
     assert (mended.largest, mended.stopped) == (1, "")
 
 
@@ -124,7 +124,7 @@ def test_without_a_limit_the_host_s_available_memory_becomes_one_and_stays_it(tm
     limited, reason = with_host_limit(tmp_path / "fit", free)
     assert limited.limits.memory_bytes == 9 << 30
     assert reason == "limit 9.00 GiB: the 10.0 GiB available on this host, less a margin"
-    fit_batch(tmp_path / "fit", limited, Listener(), max_batch=1)
+    fit_batch(tmp_path / "fit", limited, observer=Listener(), max_batch=1)
     monkeypatch.setattr(fit_module, "available_bytes", lambda: 20 << 30)
     resumed, reason = with_host_limit(tmp_path / "fit", free)
     assert resumed == limited
@@ -134,7 +134,7 @@ def test_without_a_limit_the_host_s_available_memory_becomes_one_and_stays_it(tm
 def test_a_limit_above_what_the_host_has_is_refused(tmp_path, holding, monkeypatch):
     monkeypatch.setattr(fit_module, "available_bytes", lambda: 100 * MIB)
     with pytest.raises(InputError, match=r"MiB is more than the \d+ MiB available"):
-        fit_batch(tmp_path / "fit", holding, Listener())
+        fit_batch(tmp_path / "fit", holding, observer=Listener())
 
 
 def test_a_host_that_does_not_tell_its_memory_needs_a_limit(tmp_path, holding, monkeypatch):

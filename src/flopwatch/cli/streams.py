@@ -7,9 +7,7 @@ import contextlib
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator
-from queue import SimpleQueue
-from threading import Thread
+from collections.abc import Iterator
 from typing import TextIO, cast
 
 from flopwatch.files import is_full_disk
@@ -110,35 +108,3 @@ def lasting_output() -> Iterator[None]:
             if isinstance(stream, LastingStream):
                 stream.flush(is_last=True)
         sys.stdout, sys.stderr = before
-
-
-_PATIENCE_SECONDS = 5.0
-
-
-class PatientLines:
-    """Prints lines in a thread, so that a pipe that is read slowly, such as `| less`, does not block the sweep.
-
-    Args:
-        say: A function that prints a line. It blocks while the pipe is full.
-    """
-
-    def __init__(self, say: Callable[[str], object]) -> None:
-        self._say = say
-        self._lines: SimpleQueue[str | None] = SimpleQueue()  # its put() is safe in a signal handler
-
-        # The thread is not a daemon, so that Python waits at exit until every line is printed.
-        self._thread = Thread(target=self._print, name="flopwatch lines")
-        self._thread.start()
-
-    def __call__(self, line: str) -> None:
-        self._lines.put(line)
-
-    def close(self) -> None:
-        """Wait up to 5 s until all lines are printed. Lines that take longer are printed before Python exits."""
-        self._lines.put(None)
-        self._thread.join(_PATIENCE_SECONDS)
-
-    def _print(self) -> None:
-        while (line := self._lines.get()) is not None:
-            with contextlib.suppress(OSError, SystemExit, ValueError):  # rich raises SystemExit if its pipe is closed
-                self._say(line)

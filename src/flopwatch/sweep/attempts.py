@@ -15,17 +15,8 @@ from typing import Any, TypeAlias
 from flopwatch import process
 from flopwatch.decode import clean_value
 from flopwatch.files import read_object, write_json
-from flopwatch.records.trial import UNSETTLED, TrialResult
-from flopwatch.records.trial_files import (
-    EARLIER,
-    KEPT_LOG,
-    KEPT_RUN,
-    SPEC,
-    STRAYS,
-    log_file,
-    run_folder,
-    trial_folder,
-)
+from flopwatch.records.trial import TrialResult
+from flopwatch.records.trial_files import EARLIER, KEPT_LOG, KEPT_RUN, SPEC, STRAYS, log_file, run_folder, trial_folder
 from flopwatch.sweep.claim import is_alive_here, own_identity
 from flopwatch.sweep.host.processes import is_marked
 
@@ -60,35 +51,11 @@ def put_aside(sweep: Path, name: str) -> str:
     place = free_name(sweep / EARLIER / name)
     place.parent.mkdir(exist_ok=True)
     trial_folder(sweep, name).rename(place)
-    for home, kept in _log_and_run(sweep, name, place) if place.is_dir() else ():
+    moves = ((log_file(sweep, name), place / KEPT_LOG), (run_folder(sweep, name), place / KEPT_RUN))
+    for home, kept in moves if place.is_dir() else ():
         if os.path.lexists(home) and not os.path.lexists(kept):
             shutil.move(home, kept)
     return str(place.relative_to(sweep))
-
-
-def _log_and_run(sweep: Path, name: str, place: Path) -> tuple[tuple[Path, Path], tuple[Path, Path]]:
-    """Where the log and the TensorBoard run of a trial lie, and where they are kept in `place`."""
-    return (log_file(sweep, name), place / KEPT_LOG), (run_folder(sweep, name), place / KEPT_RUN)
-
-
-def put_back(sweep: Path, name: str, earlier: str) -> str:
-    """Restore the files that `put_aside` moved to `earlier`; return where the current attempt's files were moved."""
-    place = put_aside(sweep, name)
-    folder = (sweep / earlier).rename(trial_folder(sweep, name))
-    for home, kept in _log_and_run(sweep, name, folder):
-        if kept.exists() and not home.exists():
-            shutil.move(kept, home)
-    return place
-
-
-def is_worse(new: TrialResult, earlier: TrialResult | None) -> bool:
-    """Whether the earlier result of a repeated trial is better than the new one, so that the earlier one is kept.
-
-    An `ok` result is better than any other. `cancelled` and `lost` are worse than any other.
-    """
-    if earlier is None or earlier.outcome in UNSETTLED:
-        return False
-    return new.outcome in UNSETTLED or (earlier.outcome == "ok" and new.outcome != "ok")
 
 
 def free_name(place: Path) -> Path:

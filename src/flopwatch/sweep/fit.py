@@ -189,9 +189,9 @@ def _earlier_limit(folder: Path, spec: TrialSpec) -> int | None:
 def fit_batch(
     folder: Path,
     spec: TrialSpec,
-    observer: Observer,
     *,
     stop: Stop | None = None,
+    observer: Observer | None = None,
     max_batch: int = MOST_BATCH,
     on_probe: Callable[[Probe], Any] = lambda probe: None,
 ) -> Found:
@@ -209,7 +209,7 @@ def fit_batch(
         return search(measure, max_batch)
 
 
-def _result_of(folder: Path, spec: TrialSpec, observer: Observer, stop: Stop) -> TrialResult:
+def _result_of(folder: Path, spec: TrialSpec, observer: Observer | None, stop: Stop) -> TrialResult:
     plan = make_plan(folder, [spec])
     if any(result.outcome in FAILED for result in plan.kept.values()):
         plan = make_plan(folder, [spec], only="failed")  # its reason is not memory, and may be gone

@@ -1,10 +1,8 @@
 """Runs a sweep: from Python by `flopwatch.sweep.run`, or by the command `flopwatch sweep`."""
 
-import os
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +31,7 @@ def run(
     """Run all trials of a matrix that have no result in the folder yet, and return all results by trial name.
 
     Does what the command `flopwatch sweep` does; each can resume a sweep that the other began. Ctrl-C ends the running
-    trials. Your own trainers and models (`module:name`) are found in the current folder, in the folder of the script
-    that calls this function, and in those of PYTHONPATH.
+    trials. Your own trainers and models (`module:name`) are found in the current folder and in those of PYTHONPATH.
 
     Args:
         matrix: The keys of docs/sweep.md as a dict, or the path of a YAML file with them.
@@ -55,8 +52,11 @@ def run(
     where = load_engine(engine, engine_options or {}) if isinstance(engine, str) else engine
     sweep = Path(folder)
     planned = partial(make_plan, sweep, specs, only=only, limit=limit, engine=where.name)
-    with _modules_of_the_script():
-        plan, _, _ = run_sweep(sweep, planned, where, Screen(observer), **rules)
+
+    def warn(text: str) -> None:
+        warnings.warn(f"{sweep}: {text}", stacklevel=4)  # the warning names the line that called this function
+
+    plan, _, _ = run_sweep(sweep, planned, where, warn, lambda plan: nullcontext((observer, Stop())), **rules)
     results = read_results(sweep)
     return {trial.name: results[trial.name] for trial in plan.trials if trial.name in results}
 
@@ -68,59 +68,27 @@ def checked(matrix: Matrix) -> tuple[list[TrialSpec], dict[str, Any]]:
     return specs, {"retries": retry_policy(matrix.retries, matrix.retry_on), "budget_seconds": matrix.budget}
 
 
-@contextmanager
-def _modules_of_the_script() -> Iterator[None]:
-    """Let the processes of the trials import what the calling script can import from its own folder."""
-    main = sys.modules.get("__main__")
-    script = getattr(main, "__file__", None)
-    if script is None or getattr(main, "__spec__", None) is not None:  # a notebook, a shell, or `python -m module`
-        yield
-        return
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(Path(script).resolve().parent)]))
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
-
-
-class Screen:
-    """Shows a running sweep that was started from Python. The command `flopwatch sweep` has another class for this."""
-
-    def __init__(self, observer: Observer | None = None) -> None:
-        self._observer = observer
-
-    def warn(self, sweep: Path, text: str) -> None:
-        warnings.warn(f"{sweep}: {text}", stacklevel=4)  # the warning names the line that called `flopwatch.sweep.run`
-
-    def watch(self, sweep: Path, plan: Plan) -> AbstractContextManager[tuple[Observer | None, Stop]]:
-        """The observer of the trials, and a `Stop` that can end the sweep early."""
-        return nullcontext((self._observer, Stop()))
-
-
 def run_sweep(
     sweep: Path,
     planned: Callable[[], Plan],
     engine: Engine,
-    screen: Screen,
+    warn: Callable[[str], None],
+    shown: Callable[[Plan], AbstractContextManager[tuple[Observer | None, Stop]]],
     **rules: Any,
 ) -> tuple[Plan, dict[str, int], Stop]:
-    """Run a sweep in its folder; return its plan, the number of trials by outcome, and the `Stop` of `screen.watch`.
+    """Run a sweep in its folder; return its plan, the number of trials by outcome, and the `Stop` of `shown`.
 
-    `planned` returns the plan. It is called once no other process can run a sweep in the folder. `rules` are what
-    `checked` returns beside the trials.
+    `planned` returns the plan. It is called once no other process can run a sweep in the folder. `shown` gives the
+    observer and a `Stop` that can end the sweep early. `rules` are what `checked` returns beside the trials.
     """
     with held_folder(sweep), RunnerFile(sweep) as state_file:
         plan = planned()
         for trouble in plan.troubles:
-            screen.warn(sweep, trouble)
+            warn(trouble)
         with refused_on_a_full_disk(sweep):
             record_unlisted(sweep, plan)
             write_trial_list(sweep, plan.trials, engine.name)
-        with screen.watch(sweep, plan) as (observer, stop):
+        with shown(plan) as (observer, stop):
             seen = state_file.passing_to(observer, stop)
             counts = run_plan(plan, engine, seen, stop, **rules) if plan.todo else {}
     return plan, counts, stop

@@ -7,7 +7,7 @@ from typing import Any
 
 from flopwatch.cli import print_error, say
 from flopwatch.cli.streams import lasting_output
-from flopwatch.cli.trials.sweep_screens import CommandScreen, print_dry_run
+from flopwatch.cli.trials.sweep_screens import print_dry_run, shown_sweep
 from flopwatch.errors import InputError
 from flopwatch.sweep.engines.protocol import Engine, load_engine
 from flopwatch.sweep.folder import FolderGoneError
@@ -32,11 +32,15 @@ def run_command(words: list[str] | None, output: Path | None, **given: Any) -> N
         return
     with lasting_output():
         try:
-            result = run_sweep(output, plan, engine, CommandScreen(), **rules)
+            result = run_sweep(output, plan, engine, _warn, shown_sweep, **rules)
         except FolderGoneError as error:
             print_error(str(error))
             raise SystemExit(1) from None
         _print_next_steps(output, *result)
+
+
+def _warn(text: str) -> None:
+    say(one_line(f"warning: {text}", 1000), err=True)
 
 
 def _matrix(words: list[str], given: dict[str, Any]) -> Matrix:

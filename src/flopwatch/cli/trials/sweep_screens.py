@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flopwatch.cli import say
-from flopwatch.cli.streams import PatientLines, lasting_output
+from flopwatch.cli.streams import lasting_output
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.numbers import byte_size, duration, percent, step_time
 from flopwatch.present import document as doc
@@ -30,7 +30,6 @@ from flopwatch.sweep.folder import Trial
 from flopwatch.sweep.progress import read_progress
 from flopwatch.sweep.runner.observing import Follower, Observer, RunnerState, Stop
 from flopwatch.sweep.runner.plan import GREEN, Plan
-from flopwatch.sweep.start import Screen
 from flopwatch.text import one_line, plural
 
 _MOST_RUNNING = 12
@@ -42,17 +41,14 @@ def outcome_cell(outcome: str, detail: str = "") -> doc.Cell:
     return doc.Cell(one_line(outcome, 40), outcome_class(outcome), detail)
 
 
-class CommandScreen(Screen):
-    def warn(self, sweep: Path, text: str) -> None:
-        say(one_line(f"warning: {text}", 1000), err=True)
-
-    @contextlib.contextmanager
-    def watch(self, sweep: Path, plan: Plan) -> Iterator[tuple[Observer | None, Stop]]:
-        stop, console = Stop(), Console(highlight=False)
-        with _lines(console) as lines, _interrupts(stop, lines):
-            progress = Progress(plan, lines, lambda: _stopping(stop))
-            with _drawn(progress, console):
-                yield progress, stop
+@contextlib.contextmanager
+def shown_sweep(plan: Plan) -> Iterator[tuple[Observer, Stop]]:
+    """The observer that shows a sweep of this process, and the `Stop` that Ctrl-C sets."""
+    stop, said, console = Stop(), list[str](), Console(highlight=False)
+    with _interrupts(stop, said):
+        progress = Progress(plan, _printer(console), lambda: _stopping(stop), said)
+        with _drawn(progress, console):
+            yield progress, stop
 
 
 def _stopping(stop: Stop) -> str:
@@ -65,12 +61,15 @@ def _stopping(stop: Stop) -> str:
 
 
 @contextlib.contextmanager
-def _interrupts(stop: Stop, say_line: Callable[[str], object]) -> Iterator[None]:
-    """Handle signals: the first Ctrl-C finishes running trials, the second and SIGTERM end them, SIGHUP is ignored."""
+def _interrupts(stop: Stop, said: list[str]) -> Iterator[None]:
+    """Handle signals: the first Ctrl-C finishes running trials, the second and SIGTERM end them, SIGHUP is ignored.
+
+    A handler prints nothing itself, because it may interrupt a line that is being printed.
+    """
 
     def note(number: int, frame: object) -> None:
         stop.finish, stop.kill = True, stop.finish or number == signal.SIGTERM
-        say_line(_stopping(stop))
+        said.append(_stopping(stop))
 
     # A closed terminal sends SIGHUP. An empty function ignores it, because trial processes would inherit SIG_IGN.
     handlers = {signal.SIGINT: note, signal.SIGTERM: note, signal.SIGHUP: lambda number, frame: None}
@@ -83,8 +82,8 @@ def _interrupts(stop: Stop, say_line: Callable[[str], object]) -> Iterator[None]
             signal.signal(number, handler)
 
 
-def _lines(console: Console) -> contextlib.closing[PatientLines]:
-    return contextlib.closing(PatientLines(lambda line: console.print(Text(line), soft_wrap=True)))
+def _printer(console: Console) -> Callable[[str], None]:
+    return lambda line: console.print(Text(line), soft_wrap=True)
 
 
 def _drawn(progress: "Progress", console: Console) -> contextlib.AbstractContextManager[object]:
@@ -95,16 +94,20 @@ def _drawn(progress: "Progress", console: Console) -> contextlib.AbstractContext
 
 
 class Progress:
-    """Prints a line for each trial that ends, and why nothing proceeds; `drawn` shows the trials that run."""
+    """Prints a line for each trial that ends, and why nothing proceeds; `drawn` shows the trials that run.
+
+    `said` are lines that signals wait to have printed.
+    """
 
     def __init__(
         self,
         plan: Plan,
         say_line: Callable[[str], object],
         stopping: Callable[[], str] = str,
+        said: list[str] | None = None,
         clock: Clock = monotonic_seconds,
     ) -> None:
-        self.say, self._stopping, self._clock = say_line, stopping, clock
+        self.say, self._stopping, self._said, self._clock = say_line, stopping, [] if said is None else said, clock
         self._total = len(plan.trials)
         self._outcomes: dict[str, str] = {name: result.outcome for name, result in plan.kept.items()}
         self._began, self._ran, self._tried_again = clock(), 0, 0
@@ -130,6 +133,8 @@ class Progress:
 
     def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
         """Print why nothing proceeds, because a sweep that waits for devices or space would otherwise seem to hang."""
+        while self._said:
+            self.say(self._said.pop(0))
         self._running, self._engine_state = dict(running), engine_state
         is_stuck = any(words in engine_state for words in ("waiting: ", "not answered"))
         waiting_for = engine_state if is_stuck or (not running and engine_state.startswith("waiting")) else ""
@@ -202,8 +207,8 @@ def watch_sweep(sweep: Path, *, once: bool) -> None:
     if follower.jobs_wait:
         say(follower.jobs_wait)
     try:
-        with lasting_output(), _lines(console) as lines:
-            progress = Progress(follower.plan, lines, follower.stopping)
+        with lasting_output():
+            progress = Progress(follower.plan, _printer(console), follower.stopping)
             state = _follow(follower, progress, console, once=once)
     except KeyboardInterrupt:
         say(f"\nThe sweep is still running. Show it again: flopwatch watch {folder}")

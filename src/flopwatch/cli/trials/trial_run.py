@@ -1,9 +1,10 @@
 """What `flopwatch trial` and `flopwatch fit` do: run trials in processes of their own, and print what was measured."""
 
+import contextlib
 import os
 import shlex
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,28 +21,14 @@ from flopwatch.files import UnreadableError, load_json
 from flopwatch.numbers import UNKNOWN, byte_size, count, duration, number, percent, step_time
 from flopwatch.present import document as doc
 from flopwatch.present.terminal import print_document
-from flopwatch.records.sweep_results import (
-    NewerFormatError,
-    is_sweep_folder,
-    read_current,
-    read_result,
-    read_trial_list,
-)
+from flopwatch.records.sweep_results import NewerFormatError, is_sweep_folder, read_current, read_trial_list
 from flopwatch.records.trial import TrialJob, TrialResult, TrialSpec, content_key
 from flopwatch.records.trial_files import log_file
 from flopwatch.report.cells import epsilon_text
 from flopwatch.report.problems import above_peak
-from flopwatch.sweep.attempts import is_worse, put_aside, put_back
+from flopwatch.sweep.attempts import put_aside
 from flopwatch.sweep.fit import Found, Probe, fit_batch, with_host_limit
-from flopwatch.sweep.folder import (
-    Trial,
-    has_begun,
-    held_folder,
-    prepare,
-    record,
-    result_file,
-    write_trial_list,
-)
+from flopwatch.sweep.folder import Trial, has_begun, held_folder, prepare, record, write_trial_list
 from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import STOPPED, check_unchanged
@@ -65,13 +52,11 @@ def run_trial(words: list[str] | None, spec: Path | None, output: Path | None, a
         folder, name = Path("flopwatch-sweep"), None
     check_names([asked])
     with lasting_output():
-        result, note = _supervised(output or folder, asked, name, quiet=as_json)
+        result = _supervised(output or folder, asked, name, quiet=as_json)
         if as_json:
             print_json(result.to_json())
         else:
             print_result(result)
-        if note:
-            say(note, err=True)
     if result.outcome != "ok":
         raise SystemExit(STOPPED if result.outcome == "cancelled" else 1)
 
@@ -86,12 +71,12 @@ def run_fit(words: list[str] | None, output: Path, max_batch: int, as_json: bool
     with lasting_output():
         if reason and not as_json:
             say(reason)
-        with Interrupts() as interrupts:
+        stop = Stop()
+        with _ended_by_signals(stop):
             found = fit_batch(
                 output,
                 spec,
-                interrupts,
-                stop=interrupts.stop,
+                stop=stop,
                 max_batch=max_batch,
                 on_probe=lambda probe: None if as_json else say(probe_line(probe)),
             )
@@ -100,7 +85,7 @@ def run_fit(words: list[str] | None, output: Path, max_batch: int, as_json: bool
         else:
             print_found(found, max_batch)
             click.echo(f"flopwatch report {shlex.quote(str(output))}")
-    if interrupts.stop.kill:
+    if stop.kill:
         raise SystemExit(STOPPED)
     if found.stopped or found.largest is None:
         raise SystemExit(1)
@@ -142,11 +127,8 @@ def _from_file(file: Path, *, has_folder: bool) -> tuple[TrialSpec, Path, str]:
     return job.spec, folder, job.name
 
 
-def _supervised(folder: Path, spec: TrialSpec, name: str | None, *, quiet: bool) -> tuple[TrialResult, str]:
-    """Run the trial and wait for it; Ctrl-C ends all processes of the trial.
-
-    Returns the result, and a message if the folder keeps an earlier, better result instead of this one.
-    """
+def _supervised(folder: Path, spec: TrialSpec, name: str | None, *, quiet: bool) -> TrialResult:
+    """Run the trial and wait for it; Ctrl-C ends all processes of the trial. An earlier attempt moves to `earlier/`."""
     name = name or trial_names([spec])[0]
     with held_folder(folder):
         # The key of a trial is a hash of its settings and, unless it ran on a cluster, of the devices of this machine.
@@ -156,50 +138,34 @@ def _supervised(folder: Path, spec: TrialSpec, name: str | None, *, quiet: bool)
         listed = known.trials.get(name, {}).get("key")
         placed = Trial(folder, name, anywhere if listed == anywhere else here, spec)
         check_unchanged(folder, [placed], known)
-        earlier = read_result(result_file(folder, name))
-        aside = put_aside(folder, name) if has_begun(folder, name) else ""
+        if has_begun(folder, name):
+            put_aside(folder, name)
         prepare(placed)
         write_trial_list(folder, [placed], "trial")
         if not quiet:
             say(f"{one_line(name)}: its log is {one_line(str(log_file(folder, name)))}", err=True)
-        with Interrupts() as interrupts:
-            result = supervise(folder, name, cancel=interrupts.why_stopped)
-        if earlier is not None and is_worse(result, earlier):
-            place = put_back(folder, name, aside)
-            return result, f"The earlier result ({earlier.outcome}) was kept; this attempt is in {folder / place}"
+        with _ended_by_signals(Stop()) as asked:
+            result = supervise(folder, name, cancel=lambda: asked[0] if asked else None)
         record(folder, result)
-    return result, ""
+    return result
 
 
-class Interrupts:
-    """Catches SIGINT, SIGTERM and SIGHUP while trials run. It observes them; after a signal, its `stop` ends them."""
+@contextlib.contextmanager
+def _ended_by_signals(stop: Stop) -> Iterator[list[str]]:
+    """Let SIGINT, SIGTERM and SIGHUP end the running trials; each adds its reason to the list."""
+    words = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+    asked: list[str] = []
 
-    def __init__(self) -> None:
-        self._asked, self.stop = "", Stop()
+    def note(number: int, frame: object) -> None:
+        asked.append(f"stopped by {words[signal.Signals(number)]}")
+        stop.kill = True
 
-    def __enter__(self) -> "Interrupts":
-        words = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
-
-        def note(number: int, frame: object) -> None:
-            self._asked = self._asked or f"stopped by {words[signal.Signals(number)]}"
-
-        self._before = {number: signal.signal(number, note) for number in words}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for one, handler in self._before.items():
-            signal.signal(one, handler)
-
-    def started(self, trial: Trial) -> None: ...
-
-    def ended(self, result: TrialResult) -> None: ...
-
-    def ticked(self, running: Mapping[str, Trial], waiting: int, engine_state: str) -> None:
-        self.stop.kill = bool(self._asked)
-
-    def why_stopped(self) -> str | None:
-        """The reason to end the trial, or None before a signal."""
-        return self._asked or None
+    before = {number: signal.signal(number, note) for number in words}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def print_result(result: TrialResult, console: Console | None = None) -> None:

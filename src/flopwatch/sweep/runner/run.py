@@ -40,7 +40,7 @@ _IDLE_TICK_SECONDS = 0.05  # This is the limit of `Engine.wait` while the engine
 def run_plan(
     plan: Plan,
     engine: Engine,
-    observer: Observer | SafeObserver,
+    observer: Observer | SafeObserver | None,
     stop: Stop,
     *,
     retries: RetryPolicy = DEFAULT_POLICY,
