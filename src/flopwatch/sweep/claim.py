@@ -86,16 +86,13 @@ def _is_from_an_earlier_boot(identity: Mapping[str, Any]) -> bool:
 class Holder:
     """What a reader knows about the process that holds a claim.
 
-    Attributes:
-        facts: What `Claim.take` wrote. Empty if there is no claim, or none that this host can read yet.
-        life: `gone` if the process has ended, or has been silent for `visible_seconds` where this host's kernel does
-            not know it. `unknown` if it is such a process, and this one has not seen its file touched yet.
-        is_here: Whether `life` is what this host's kernel says.
+    A process that this host's kernel does not know is `gone` after `visible_seconds` of silence, and `unknown` before
+    that, unless this reader has seen its file touched.
     """
 
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any]  # what `Claim.take` wrote; empty if this host cannot read a claim yet
     life: Literal["alive", "gone", "unknown"]
-    is_here: bool
+    is_here: bool  # `life` is what this host's kernel says
 
     @property
     def may_be_alive(self) -> bool:

@@ -216,26 +216,3 @@ def test_what_the_engine_knows_better_than_a_supervisor_told_to_stop(tmp_path):
     engine = TimedOut(lambda trial: TrialResult(trial.name, trial.key, trial.spec, "cancelled"))
     results = run_sweep(tmp_path / "s", grid(("standard",)), engine)
     assert {result.outcome for result in results.values()} == {"timeout"}
-
-
-def looped():
-    itself = []
-    itself.append(itself)
-    return itself
-
-
-@pytest.mark.parametrize("evidence", [
-    {"node": object()},
-    {"load": float("nan"), "host": "n1"},
-    {"jobs": {1, 2}, 3: "three"},
-    {"itself": looped()},
-    None,
-    "killed",
-])  # fmt: skip
-def test_whatever_evidence_an_engine_of_the_users_gives_the_sweep_goes_on(tmp_path, evidence):
-    class Odd(InProcessEngine):
-        def wait(self, seconds):
-            return [Ended(ended.name, evidence) for ended in super().wait(seconds)]
-
-    results = run_sweep(tmp_path / "s", grid(("standard",)), Odd(lambda trial: None))
-    assert [result.outcome for result in results.values()] == ["lost"] * 6

@@ -6,47 +6,29 @@ from the evidence that the engine returns, such as the exit code. The module als
 
 import importlib
 import inspect
-import json
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, cast
 
 from flopwatch.errors import InputError
 from flopwatch.records.trial import Outcome, TrialSpec
 from flopwatch.sweep.folder import Trial as Trial
 from flopwatch.sweep.host.processes import check_system
 from flopwatch.sweep.spec.parsing import did_you_mean
-from flopwatch.text import cut
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
     """An engine's report that the supervisor of a trial has ended.
 
-    Attributes:
-        name: The name of the trial.
-        evidence: What the engine knows about the end. It is used if the trial has no `result.json`. The keys are those
-            of `ending_from_evidence`. Values that JSON cannot represent are replaced by their text.
+    `evidence` is what the engine knows about the end, in values of JSON and with the keys of `ending_from_evidence`. It
+    is used if the trial has no `result.json`.
     """
 
     name: str
     evidence: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        # The runner writes the evidence to results.jsonl, but a user's own engine may return any object.
-        found: Any = {} if self.evidence is None else self.evidence
-        found = found if isinstance(found, Mapping) else {"detail": found}
-        object.__setattr__(self, "evidence", {str(key): _as_json(value) for key, value in found.items()})
-
-
-def _as_json(value: Any) -> Any:
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        return cut(str(value))
-    return value
 
 
 class Engine(Protocol):
@@ -115,67 +97,32 @@ def load_engine(name: str, settings: Mapping[str, Any]) -> Engine:
         raise InputError(f"the engine {name!r} does not take the settings {dict(settings)}: {error}") from None
 
 
-_ANY = object()
-
-# What the evidence must contain, and the outcome and reason that follow. `_ANY` stands for any value but an empty one;
-# a reason may name keys of `_facts`.
-_Ending: TypeAlias = tuple[Mapping[str, object], Outcome, str]
-
-# The causes of an end. They hold even if the supervisor wrote a result, because SIGTERM did not tell it the cause.
-# The lines of slurmstepd come before Slurm's state, because Slurm without cgroups reports a job with too much memory
-# as FAILED.
-_CAUSES: tuple[_Ending, ...] = (
-    (
-        {"state": _ANY, "is_over_memory": True},
-        "oom_host",
-        "the job used more host memory than it had requested; request more memory",
-    ),
-    (
-        {"state": "TIMEOUT"},
-        "timeout",
-        "Slurm ended the job at its time limit; give it more with --engine-option time=MINUTES",
-    ),
-    ({"state": "DEADLINE"}, "timeout", "Slurm ended the job at its deadline"),
-    (
-        {"state": "OUT_OF_MEMORY"},
-        "oom_host",
-        "Slurm ended the job because it ran out of host memory; request more memory",
-    ),
-    ({"state": "CANCELLED"}, "cancelled", "the job was cancelled"),
-    ({"state": "PREEMPTED"}, "lost", "Slurm preempted the job"),
-    ({"state": "NODE_FAIL"}, "lost", "its node failed"),
-    ({"state": "BOOT_FAIL"}, "lost", "its node did not boot"),
-    ({"state": "REVOKED"}, "lost", "Slurm moved the job to another cluster"),
-    (
-        {"error": "OutOfMemoryError"},
+# Causes of an end, by the state of the Slurm job and by the class of Ray's exception. They hold even if the supervisor
+# wrote a result, because SIGTERM did not tell it the cause.
+_STATES: Mapping[str, tuple[Outcome, str]] = {
+    "TIMEOUT": ("timeout", "Slurm ended the job at its time limit; give it more with --engine-option time=MINUTES"),
+    "DEADLINE": ("timeout", "Slurm ended the job at its deadline"),
+    "OUT_OF_MEMORY": ("oom_host", "Slurm ended the job because it ran out of host memory; request more memory"),
+    "CANCELLED": ("cancelled", "the job was cancelled"),
+    "PREEMPTED": ("lost", "Slurm preempted the job"),
+    "NODE_FAIL": ("lost", "its node failed"),
+    "BOOT_FAIL": ("lost", "its node did not boot"),
+    "REVOKED": ("lost", "Slurm moved the job to another cluster"),
+}
+_ERRORS: Mapping[str, tuple[Outcome, str]] = {
+    "OutOfMemoryError": (
         "oom_host",
         "Ray's memory monitor killed the trial because its node ran out of memory, perhaps because of another trial; "
         "run fewer trials per node",
     ),
-    ({"error": "TaskCancelledError"}, "cancelled", "the task was cancelled"),
-    ({"error": "NodeDiedError"}, "lost", "its node died"),
-    ({"error": "WorkerCrashedError"}, "lost", "its Ray worker died"),
-    ({"error": "RaySystemError"}, "lost", "Ray itself failed"),
-    ({"error": "RayDriverEnded"}, "lost", "the connection to Ray was lost, so Ray ended the trial"),
-)
-
-# How the supervisor ended. Without a cause, that is all there is to say about a trial without a result. An error of Ray
-# comes first, because then no supervisor ran; Slurm's state comes last, because FAILED says less than a signal.
-_EXITS: tuple[_Ending, ...] = (
-    (
-        {"state": "FAILED", "signal": "signal 53"},  # Slurm could not open the file for the job's output
-        "lost",
-        "the node cannot write to the sweep's folder; use a folder that all nodes share",
-    ),
-    ({"error": _ANY, "detail": _ANY}, "lost", "its supervisor could not be run: {error}: {detail}{last_line}"),
-    ({"error": _ANY}, "lost", "its supervisor could not be run: {error}{last_line}"),
-    ({"signal": _ANY}, "lost", "its supervisor was killed by {signal}{last_line}"),
-    ({"exit_code": _ANY}, "lost", "its supervisor left with exit code {exit_code} and wrote no result{last_line}"),
-    ({"state": _ANY}, "lost", "its supervisor wrote no result; Slurm reports the state {state}{last_line}"),
-    ({}, "lost", "its supervisor ended without a result, for an unknown reason{last_line}"),
-)
-
+    "TaskCancelledError": ("cancelled", "the task was cancelled"),
+    "NodeDiedError": ("lost", "its node died"),
+    "WorkerCrashedError": ("lost", "its Ray worker died"),
+    "RaySystemError": ("lost", "Ray itself failed"),
+    "RayDriverEnded": ("lost", "the connection to Ray was lost, so Ray ended the trial"),
+}
 _OVER_MEMORY = ("exceeded memory limit", "exceeded job memory limit", "oom-kill", "oom_kill")
+_NO_OUTPUT_FILE = 53  # Slurm could not open the file for the job's output
 
 
 def ending_from_evidence(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
@@ -189,9 +136,8 @@ def ending_from_evidence(evidence: Mapping[str, Any]) -> tuple[Outcome, str]:
     >>> ending_from_evidence({"state": "NODE_FAIL", "host": "n1"})
     ('lost', 'its node failed (n1)')
     """
-    ending = _first((*_CAUSES, *_EXITS), evidence)
-    assert ending is not None, "the last row fits all evidence"
-    return ending
+    outcome, reason = _cause(evidence) or ("lost", _end_of_the_supervisor(evidence))
+    return outcome, f"{reason} ({evidence['host']})" if evidence.get("host") else reason
 
 
 def outcome_known_to_engine(evidence: Mapping[str, Any]) -> tuple[Outcome, str] | None:
@@ -204,33 +150,45 @@ def outcome_known_to_engine(evidence: Mapping[str, Any]) -> tuple[Outcome, str] 
     >>> outcome_known_to_engine({"state": "TIMEOUT"})[0], outcome_known_to_engine({"exit_code": 0})
     ('timeout', None)
     """
-    if (cause := _first(_CAUSES, evidence)) is not None:
-        return cause
+    if _cause(evidence) is not None:
+        return ending_from_evidence(evidence)
     is_guard_killed = evidence.get("signal") == signal.SIGKILL
     return ("lost", "the trial's guard process was killed by SIGKILL") if is_guard_killed else None
 
 
-def _first(endings: Sequence[_Ending], evidence: Mapping[str, Any]) -> tuple[Outcome, str] | None:
-    facts = _facts(evidence)
-    host = f" ({evidence['host']})" if evidence.get("host") else ""
-    for wanted, outcome, reason in endings:
-        if all(facts[key] if value is _ANY else facts[key] == value for key, value in wanted.items()):
-            return outcome, reason.format_map(facts) + host
-    return None
+def _cause(evidence: Mapping[str, Any]) -> tuple[Outcome, str] | None:
+    # Slurm without cgroups reports a job with too much memory as FAILED, but slurmstepd writes a line to the job's
+    # output. The trial's own output is in another file.
+    own_lines = [line.lower() for line in _lines(evidence) if line.lower().startswith("slurmstepd")]
+    if _state(evidence) and any(words in line for line in own_lines for words in _OVER_MEMORY):
+        return "oom_host", "the job used more host memory than it had requested; request more memory"
+    return _STATES.get(_state(evidence)) or _ERRORS.get(str(evidence.get("error")))
 
 
-def _facts(evidence: Mapping[str, Any]) -> dict[str, Any]:
-    lines = [line.strip() for line in str(evidence.get("log") or "").splitlines() if line.strip()]
-    number = evidence.get("signal")
-    return {
-        **{key: evidence.get(key) for key in ("detail", "exit_code")},
-        "state": str(evidence.get("state") or "").partition(" ")[0].rstrip("+"),  # "CANCELLED by 1000"
-        "error": str(evidence.get("error") or ""),
-        "signal": f"signal {number}" if number and isinstance(number, int) else number,
-        # Slurm writes these lines to the job's output. The trial's own output is in another file.
-        "is_over_memory": any(
-            line.lower().startswith("slurmstepd") and any(text in line.lower() for text in _OVER_MEMORY)
-            for line in lines
-        ),
-        "last_line": f"; its last output line: {lines[-1][:200]}" if lines else "",
-    }
+def _end_of_the_supervisor(evidence: Mapping[str, Any]) -> str:
+    """How the supervisor ended, which without a cause is all there is to say about a trial without a result.
+
+    An error of Ray comes first, because then no supervisor ran; Slurm's FAILED says less than a signal.
+    """
+    error, number, exit_code, state = (*map(evidence.get, ("error", "signal", "exit_code")), _state(evidence))
+    if state == "FAILED" and number == _NO_OUTPUT_FILE:
+        return "the node cannot write to the sweep's folder; use a folder that all nodes share"
+    how = "its supervisor ended without a result, for an unknown reason"
+    if error:
+        detail = f": {evidence['detail']}" if evidence.get("detail") else ""
+        how = f"its supervisor could not be run: {error}{detail}"
+    elif number:
+        how = f"its supervisor was killed by signal {number}"
+    elif exit_code:
+        how = f"its supervisor left with exit code {exit_code} and wrote no result"
+    elif state:
+        how = f"its supervisor wrote no result; Slurm reports the state {state}"
+    return how + "".join(f"; its last output line: {line[:200]}" for line in _lines(evidence)[-1:])
+
+
+def _state(evidence: Mapping[str, Any]) -> str:
+    return str(evidence.get("state") or "").partition(" ")[0].rstrip("+")  # "CANCELLED by 1000"
+
+
+def _lines(evidence: Mapping[str, Any]) -> list[str]:
+    return [line.strip() for line in str(evidence.get("log") or "").splitlines() if line.strip()]

@@ -44,18 +44,12 @@ _WORTH_A_READING = 0.05  # new processes are large if they hold more than this s
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """The resident memory of one process in bytes, from /proc/PID/status.
-
-    Attributes:
-        peak: The largest resident size since the process started, or since the peak was reset.
-        anonymous: The part of `now` that belongs to no file and no shared memory.
-        file: The part of `now` that is pages of mapped files.
-    """
+    """The resident memory of one process in bytes, from /proc/PID/status."""
 
     now: int
-    peak: int
-    anonymous: int
-    file: int
+    peak: int  # since the process started, or since the peak was reset
+    anonymous: int  # the part of `now` that belongs to no file and no shared memory
+    file: int  # the part of `now` that is pages of mapped files
     parent: int = 0
 
 
@@ -67,30 +61,15 @@ class HostPeak:
     method: HostMethod | None = None
 
 
-def largest_peak(*peaks: HostPeak) -> HostPeak:
-    """The largest of these peaks; of equal ones the first.
-
-    >>> largest_peak(HostPeak(5, "samples"), HostPeak(), HostPeak(7, "rss")).bytes
-    7
-    """
-    return max(peaks, key=lambda peak: peak.bytes or 0)
-
-
 @dataclass(frozen=True, slots=True)
 class TreeReading:
-    """The memory of several processes together, each page counted once, and the anonymous memory of each process.
-
-    Attributes:
-        method: `rss` if the system does not report PSS, so that shared pages count once per process.
-        taken_at: When it was read, by the monotonic clock.
-        cost_seconds: The processor time of reading it.
-    """
+    """The memory of several processes together, each page counted once, and the anonymous memory of each process."""
 
     total: int
     anonymous: Mapping[int, int]
-    method: HostMethod
-    taken_at: float = 0.0
-    cost_seconds: float = 0.0
+    method: HostMethod  # `rss` if the system does not report PSS, so that shared pages count once per process
+    taken_at: float = 0.0  # by the monotonic clock
+    cost_seconds: float = 0.0  # processor time of reading it
 
     def later(self, found: Mapping[int, Resident]) -> int:
         """The total, corrected by what these processes have allocated or freed since.
@@ -105,14 +84,8 @@ class TreeReading:
 class TreeMemory:
     """Samples the memory of all descendants of this process, which takes about 1 % of a core.
 
-    Args:
-        limit_bytes: Memory limit of all descendants together; None is no limit.
-
-    Attributes:
-        pids: The processes that the last search found.
-        peak: The largest sample so far, including the peaks that single processes had between two samples.
-        lower_bound_bytes: Memory that the descendants certainly had at some moment, without pages of files. It decides
-            whether a limit was reached, because `peak` may be too high.
+    `peak` includes the peaks that single processes had between two samples, so it may be too high. Whether a limit was
+    reached is decided by `lower_bound_bytes`, which the descendants certainly had, without pages of files.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -139,8 +112,12 @@ class TreeMemory:
         before = {pid: one.peak for pid, one in self._seen.items()}
         spikes = [one.peak - one.now for pid, one in found.items() if one.peak > before.get(pid, 0)]
         self._seen = found
-        self.peak = largest_peak(self.peak, HostPeak(self._now_bytes + max([0, *spikes]), method))
+        self._note_peak(self._now_bytes + max([0, *spikes]), method)
         self.lower_bound_bytes = max([self.lower_bound_bytes, *(one.peak - one.file for one in found.values())])
+
+    def _note_peak(self, size: int, method: HostMethod) -> None:
+        if size > (self.peak.bytes or 0):
+            self.peak = HostPeak(size, method)
 
     def _count(self, found: Mapping[int, Resident]) -> HostMethod:
         """Set the present memory of the tree: the resident size of a single process, or an estimate for several."""
@@ -183,7 +160,7 @@ class TreeMemory:
 
     def note_ended(self, largest_bytes: int) -> None:
         """Include the peak of the largest process that has ended, as getrusage returns it."""
-        self.peak = largest_peak(self.peak, HostPeak(largest_bytes, "high_water"))
+        self._note_peak(largest_bytes, "high_water")
         certain = largest_bytes - max((one.file for one in self._seen.values()), default=0)
         self.lower_bound_bytes = max(self.lower_bound_bytes, certain)
 

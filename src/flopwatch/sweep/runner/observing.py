@@ -45,17 +45,11 @@ class Observer(Protocol):
 
 @dataclass
 class Stop:
-    """Flags that make a runner stop.
+    """Flags that make a runner stop."""
 
-    Attributes:
-        finish: Start no more trials and withdraw queued ones. The user's first Ctrl-C sets it.
-        kill: Kill the running trials too. The second Ctrl-C sets it.
-        is_over_budget: The runner sets it when the sweep's time budget is used up. It has the effect of `finish`.
-    """
-
-    finish: bool = False
-    kill: bool = False
-    is_over_budget: bool = False
+    finish: bool = False  # start no more trials and withdraw queued ones, as after the first Ctrl-C
+    kill: bool = False  # kill the running trials too, as after the second Ctrl-C
+    is_over_budget: bool = False  # set by the runner when the time budget is used up; has the effect of `finish`
 
     @property
     def why(self) -> str:
@@ -90,24 +84,16 @@ _MOST_NAMES = 100  # `runner.json` lists at most this many running trials.
 
 @dataclass(frozen=True, slots=True)
 class RunnerState:
-    """The content of `runner.json`.
-
-    Attributes:
-        start_ticks: When the runner started. It shows whether `pid` is still the runner's; None without /proc.
-        engine_state: What `Engine.state` returned, such as `3 queued`.
-        running: For at most 100 running trials, by name: seconds since the trial started.
-        stopping: Why the runner starts no more trials: `finish`, `kill`, `budget`, or `over` if it has exited. Empty
-            while it starts trials.
-    """
+    """The content of `runner.json`. `stopping` is empty while the runner starts trials."""
 
     pid: int = 0
     host: str = ""
-    start_ticks: int | None = None
+    start_ticks: int | None = None  # shows whether `pid` is still the runner's; None without /proc
     engine_state: str = ""
-    running: Mapping[str, float] | None = None
+    running: Mapping[str, float] | None = None  # for at most 100 trials, by name: seconds since it started
     running_count: int = 0
     waiting: int = 0
-    stopping: str = ""
+    stopping: str = ""  # `finish`, `kill`, `budget`, or `over` if the runner has exited
 
 
 def find_runner(sweep: Path, watched: dict[Path, Claim] | None = None) -> tuple[RunnerState, Holder] | None:

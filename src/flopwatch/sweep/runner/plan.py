@@ -31,26 +31,16 @@ ONLY = ("failed", "oom", "missing")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The trials of a sweep and which of them will run.
-
-    Attributes:
-        todo: The trials that will run, in the order in which they start.
-        kept: Results of earlier runs that stay valid, by trial name.
-        again: Names of trials in `todo` that run although they have a result.
-        unlisted: Results that are in a trial's folder but not in `results.jsonl`, because the runner was killed.
-        newer: Names of trials whose files a newer flopwatch wrote. They are neither run nor counted.
-        troubles: Messages about damaged files and files of a newer format.
-        asked: Names of all trials, or of those that `--limit` selects.
-    """
+    """The trials of a sweep and which of them will run."""
 
     trials: tuple[Trial, ...]
-    todo: tuple[Trial, ...]
-    kept: dict[str, TrialResult]
-    again: frozenset[str] = frozenset()
-    unlisted: tuple[TrialResult, ...] = ()
-    newer: frozenset[str] = frozenset()
+    todo: tuple[Trial, ...]  # in the order in which they start
+    kept: dict[str, TrialResult]  # results of earlier runs that stay valid, by trial name
+    again: frozenset[str] = frozenset()  # names of trials in `todo` that run although they have a result
+    unlisted: tuple[TrialResult, ...] = ()  # not in `results.jsonl`, because the runner was killed
+    newer: frozenset[str] = frozenset()  # a newer flopwatch wrote their files: they are neither run nor counted
     troubles: tuple[str, ...] = ()
-    asked: tuple[str, ...] = ()
+    asked: tuple[str, ...] = ()  # names of all trials, or of those that `--limit` selects
 
 
 def make_plan(
@@ -63,12 +53,8 @@ def make_plan(
 ) -> Plan:
     """Compare the trials of a sweep with the results in its folder, which need not exist yet, and choose those to run.
 
-    Args:
-        sweep: The sweep's folder.
-        specs: The configurations of all trials.
-        only: `failed`, `oom` or `missing` runs only those trials. None runs all trials without a final result.
-        limit: `100:200` selects this slice of the trials, and `20` the first twenty.
-        engine: With `local`, results from devices that this host does not have are not valid.
+    Without `only`, these are all without a final result. With the engine `local`, results from devices that this host
+    does not have are not valid.
     """
     if only is not None and only not in ONLY:
         raise InputError(f"--only must be one of {', '.join(ONLY)}, not {only!r}")
@@ -230,11 +216,7 @@ def _differs_by_more_memory(now: TrialSpec, before: TrialSpec) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Which trials are retried.
-
-    Attributes:
-        outcomes: Outcomes that are retried. `lost` is one of them, because its cause may be a failed node.
-    """
+    """Which trials are retried, and how often. `lost` always is, because its cause may be a failed node."""
 
     most: int = 2
     outcomes: tuple[Outcome, ...] = ("lost",)

@@ -67,36 +67,25 @@ def run_plan(
 
 @dataclass
 class _Run:
-    """The state of one run of a plan.
-
-    Attributes:
-        waiting: Trials that the engine has not been given yet, in the order in which they start.
-        elsewhere: Trials of an earlier runner that the engine does not know and whose supervisors may still be running.
-        unwritten: Results that are not in `results.jsonl` yet, because the disk is full or does not respond.
-        false_starts: How often a trial's supervisor never began, by the trial's name. They cost none of its retries.
-        waits_for: Why nothing can be written until `next_try`; empty if it can be.
-        out_of_memory: Results which prove that larger trials would run out of memory too.
-        held: By kind, the trials that wait for the end of the smallest trial of their kind.
-        impossible: By kind, the result of a smallest trial that cannot run at all.
-    """
+    """The state of one run of a plan."""
 
     plan: Plan
     engine: Engine
     observer: SafeObserver
     stop: Stop
     retries: RetryPolicy
-    waiting: deque[Trial] = field(default_factory=deque)
+    waiting: deque[Trial] = field(default_factory=deque)  # in the order in which they start
     running: dict[str, Trial] = field(default_factory=dict)
-    elsewhere: dict[str, Trial] = field(default_factory=dict)
-    out_of_memory: list[TrialResult] = field(default_factory=list)
-    held: dict[str, list[Trial]] = field(default_factory=dict)
-    impossible: dict[str, TrialResult] = field(default_factory=dict)
-    unwritten: deque[TrialResult] = field(default_factory=deque)
+    elsewhere: dict[str, Trial] = field(default_factory=dict)  # of an earlier runner; the engine does not know them
+    out_of_memory: list[TrialResult] = field(default_factory=list)  # these prove that larger trials would be too
+    held: dict[str, list[Trial]] = field(default_factory=dict)  # by kind: they wait for its smallest trial
+    impossible: dict[str, TrialResult] = field(default_factory=dict)  # by kind, of a smallest trial that cannot run
+    unwritten: deque[TrialResult] = field(default_factory=deque)  # while the disk is full
     counts: Counter[str] = field(default_factory=Counter)
-    false_starts: Counter[str] = field(default_factory=Counter)
+    false_starts: Counter[str] = field(default_factory=Counter)  # supervisors that never began, which cost no retry
     is_cancelled: bool = False
     next_check: float = 0.0
-    waits_for: str = ""
+    waits_for: str = ""  # why nothing can be written until `next_try`
     next_try: float = 0.0
     endings: Endings = field(default_factory=Endings)
 

@@ -20,30 +20,20 @@ from flopwatch.sweep.host import processes as process_tree
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """The end of one rank.
-
-    `status` is its exit code, or the negative number of the signal that ended it. `exception` is the content of its
-    exception file; None without one.
-    """
+    """The end of one rank."""
 
     rank: int
-    status: int
+    status: int  # exit code, or the negative number of the signal that ended it
     exception: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """The end of a trial of several processes.
+    """The end of a trial of several processes."""
 
-    Attributes:
-        first: The rank that failed first; None if none failed, or torchrun ended without a report.
-        error: Torchrun's error if the ranks could not connect to each other; empty otherwise.
-        is_mute: Whether torchrun ended without a report, so that only its exit status is known.
-    """
-
-    first: RankEnd | None = None
-    error: str = ""
-    is_mute: bool = False
+    first: RankEnd | None = None  # the rank that failed first
+    error: str = ""  # torchrun's, if the ranks could not connect to each other
+    is_mute: bool = False  # torchrun ended without a report, so that only its exit status is known
 
 
 @dataclass(frozen=True, slots=True)

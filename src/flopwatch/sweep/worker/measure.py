@@ -107,7 +107,7 @@ class _TrialRun:
         spec, model = self.spec, _model(self.spec, str(self.device))
         parameters = sum(parameter.numel() for parameter in model.parameters())
         whole = trial_batch(model, spec.batch_size, spec.seq_len, spec.seed, self.device, spec.batch)
-        self.batch, size = self.ranks.own_part(whole, spec.batch_size), self.ranks.share(spec.batch_size)
+        self.batch, size = self.ranks.own_part(whole, spec.batch_size), spec.batch_size // self.ranks.size
         self._batches = micro_batches(self.batch, spec.micro_batch_size)
         settings = TrainerSettings(size, self.device, spec.dtype, spec.options, spec.micro_batch_size)
         self.trainer = load_trainer(self.spec.trainer)(self.ranks.distributed(model, self.device), settings)

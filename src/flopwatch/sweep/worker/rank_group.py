@@ -34,12 +34,7 @@ class ReplicatedModel(DistributedDataParallel):
 
 
 class RankGroup:
-    """The processes of a trial. Several are started by torchrun with RANK, WORLD_SIZE and LOCAL_RANK.
-
-    Attributes:
-        rank: The rank of this process; rank 0 writes the results of all ranks.
-        size: The number of processes.
-    """
+    """The processes of a trial. Several are started by torchrun with RANK, WORLD_SIZE and LOCAL_RANK."""
 
     def __init__(self, spec: TrialSpec) -> None:
         check_processes(spec)
@@ -64,9 +59,6 @@ class RankGroup:
         dist.init_process_group(f"cpu:gloo,{own.type}:{own_backend}", timeout=self._timeout, device_id=own)
         return own
 
-    def share(self, batch_size: int) -> int:
-        return batch_size // self.size
-
     def own_part(self, batch: Mapping[str, Any], batch_size: int) -> Mapping[str, Any]:
         if self.size == 1:
             return batch
@@ -76,7 +68,7 @@ class RankGroup:
                 f"{self.size} processes cannot share the batch, because it has {rows} rows for {batch_size} samples; "
                 "make a batch with one row for each sample, or do not set `processes`"
             )
-        part = micro_batches(batch, self.share(batch_size))[self.rank]
+        part = micro_batches(batch, batch_size // self.size)[self.rank]
         # Clones, because views would keep the whole batch in memory.
         return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in part.items()}
 
