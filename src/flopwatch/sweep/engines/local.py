@@ -6,7 +6,6 @@ A slot is the GPUs or the cores of one trial. Each GPU and core has a lock file,
 import contextlib
 import math
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -27,6 +26,8 @@ from flopwatch.sweep.host import processes as process_tree
 from flopwatch.sweep.host.processes import CORES, GPUS
 from flopwatch.text import one_line
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
 
 def lock_folder() -> Path:
     """Return the folder of the lock files, which all users of this machine share."""
@@ -44,7 +45,7 @@ class DeviceSlot:
     def environment(self) -> dict[str, str]:
         found = {}
         if self.gpus:
-            found[_variable()] = found[GPUS] = ",".join(self.gpus)
+            found[_VISIBLE] = found[GPUS] = ",".join(self.gpus)
         if self.cores:
             found[CORES] = ",".join(map(str, self.cores))
         return found
@@ -57,26 +58,24 @@ class SlotPool:
     """
 
     def __init__(self, gpus: tuple[str, ...], jobs: int, sweep: Path) -> None:
-        self._sweep = sweep
-        slots = [DeviceSlot((gpu,)) for gpu in gpus] or [DeviceSlot(cores=cores) for cores in core_sets(jobs)]
-        self._free = slots
-        self._uuids = gpu_uuids(gpus)
+        self._sweep, self._gpus = sweep, gpus
+        self._free = [DeviceSlot((gpu,)) for gpu in gpus] or [DeviceSlot(cores=cores) for cores in core_sets(jobs)]
         self._locks: dict[str, IO[str]] = {}
         self.waits_for = ""
-        _need_folder()
+        _make_lock_folder()
 
     def take(self, gpus: int) -> DeviceSlot | None:
         """Reserve a slot. If none is free, return None and set `waits_for` to a device and the sweep that uses it."""
         self.waits_for = ""
-        if gpus and not self._uuids:
+        if gpus and not self._gpus:
             raise InputError(
                 f"a trial needs {gpus} GPUs, but no GPU was found on this machine; remove `gpus` from the "
                 "configuration, or set the GPUs to use with CUDA_VISIBLE_DEVICES"
             )
         wanted = gpus or 1
-        if self._uuids and wanted > len(self._uuids):
+        if self._gpus and wanted > len(self._gpus):
             raise InputError(
-                f"a trial needs {wanted} GPUs, but this machine has {len(self._uuids)}; "
+                f"a trial needs {wanted} GPUs, but this machine has {len(self._gpus)}; "
                 "use fewer GPUs per trial, --engine ray or --engine slurm"
             )
         chosen: list[DeviceSlot] = []
@@ -98,28 +97,24 @@ class SlotPool:
             self._locks.popitem()[1].close()
 
     def _lock_names(self, slot: DeviceSlot) -> list[str]:
-        return [*(f"gpu-{self._uuids[gpu]}" for gpu in slot.gpus), *(f"core-{core}" for core in slot.cores)]
+        return [*(f"gpu-{gpu}" for gpu in slot.gpus), *(f"core-{core}" for core in slot.cores)]
 
     def _lock(self, name: str) -> bool:
         if name in self._locks:
             return True
+        import fcntl  # Windows has no such module
+
         try:
             file = _open_lock(name)
         except OSError as error:  # the folder was usable when the sweep began, so perhaps this error is temporary
             self.waits_for = f"{name.replace('-', ' ')} (its lock file cannot be opened: {error.strerror})"
             return False
-        import fcntl  # Windows has no such module
-
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if not isinstance(error, BlockingIOError):  # a file system without locks (ENOLCK, EOPNOTSUPP)
-                file.close()
-                raise InputError(
-                    f"files in {lock_folder()} cannot be locked ({error.strerror}); "
-                    "set FLOPWATCH_SLOT_DIR to a folder on a local disk of this machine"
-                ) from None
-            self.waits_for = f"{name.replace('-', ' ')} ({file.read().strip() or 'another sweep'})"
+            is_taken = isinstance(error, BlockingIOError)
+            owner = file.read().strip() or "another sweep" if is_taken else f"its lock file: {error.strerror}"
+            self.waits_for = f"{name.replace('-', ' ')} ({owner})"
             file.close()
             return False
         file.truncate(0)
@@ -137,35 +132,12 @@ class SlotPool:
 
 def visible_gpus() -> tuple[str, ...]:
     """Find the usable GPUs without importing torch: from the environment, or else from the NVIDIA driver."""
-    visible = os.environ.get(_variable())
+    visible = os.environ.get(_VISIBLE)
     if visible is not None:
         return tuple(part.strip() for part in visible.split(",") if part.strip() and part.strip() != "-1")
     with contextlib.suppress(OSError):
         return tuple(str(index) for index, _ in enumerate(Path("/proc/driver/nvidia/gpus").iterdir()))
     return ()
-
-
-def _variable() -> str:
-    """Return the environment variable that limits the visible GPUs: HIP's if only that one is set, else CUDA's."""
-    is_hip = "HIP_VISIBLE_DEVICES" in os.environ and "CUDA_VISIBLE_DEVICES" not in os.environ
-    return "HIP_VISIBLE_DEVICES" if is_hip else "CUDA_VISIBLE_DEVICES"
-
-
-def gpu_uuids(gpus: Sequence[str]) -> dict[str, str]:
-    """Return the UUIDs of these GPUs. Lock files use them, because containers may number the same GPUs differently.
-
-    If nvidia-smi fails, return the given number or name of each GPU instead of its UUID.
-    """
-    if not gpus:
-        return {}
-    ask = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
-    listed: dict[str, str] = {}
-    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        output = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True).stdout
-        listed = dict(line.split(", ", 1) for line in output.splitlines())
-    # CUDA_VISIBLE_DEVICES may also contain the first characters of a UUID.
-    whole = {gpu: next((uuid for uuid in listed.values() if uuid.startswith(gpu)), gpu) for gpu in gpus}
-    return {gpu: listed.get(gpu, whole[gpu]) for gpu in gpus}
 
 
 def core_sets(jobs: int) -> list[tuple[int, ...]]:
@@ -179,31 +151,22 @@ def core_sets(jobs: int) -> list[tuple[int, ...]]:
     return [tuple(cores[index * size : (index + 1) * size]) for index in range(jobs)]
 
 
-def _need_folder() -> None:
+def _make_lock_folder() -> None:
     folder = lock_folder()
     try:
-        _make_folder(folder)
-        is_usable = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
-        reason = "" if is_usable else "not a folder that can be written to"
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            folder.chmod(0o1777)  # all users of the machine create lock files in it
+        _open_lock("folder").close()
     except OSError as error:
-        reason = error.strerror or str(error)
-    if reason:
         raise InputError(
-            f"cannot write the lock files of this machine's GPUs and cores to {folder}: {reason}; "
+            f"cannot write the lock files of this machine's GPUs and cores to {folder}: {error.strerror}; "
             "set FLOPWATCH_SLOT_DIR to another folder"
-        )
-
-
-def _make_folder(folder: Path) -> None:
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(parents=True)
-        folder.chmod(0o1777)  # all users of the machine create lock files in it
+        ) from None
 
 
 def _open_lock(name: str) -> IO[str]:
-    folder = lock_folder()
-    _make_folder(folder)
-    file = folder / f"{name}.lock"
+    file = lock_folder() / f"{name}.lock"
     try:
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         os.fchmod(handle, 0o666)  # the umask may have removed permissions
@@ -213,6 +176,7 @@ def _open_lock(name: str) -> IO[str]:
     return os.fdopen(handle, "r+", encoding="utf-8", errors="replace")
 
 
+_LOOK_SECONDS = 0.02  # the time between two looks at the supervisors
 _CANCEL_PATIENCE_SECONDS = 20.0  # a supervisor may need this long to kill its trial and write the result
 
 
@@ -251,12 +215,7 @@ def _start_supervisor(trial: Trial, slot: DeviceSlot) -> "subprocess.Popen[bytes
 
 
 class LocalEngine:
-    """Runs trials on this machine.
-
-    Args:
-        gpus: Device numbers of the GPUs to use; None means all visible ones, () means to use the CPU cores instead.
-        jobs: Number of trials that run at once on the CPU cores. Several trials slow each other down.
-    """
+    """Runs trials on these GPUs; on all visible ones if None, and if there are none, `jobs` at once on CPU cores."""
 
     name = "local"
 
@@ -291,26 +250,15 @@ class LocalEngine:
             self._running[trial.name] = _Running(trial, _start_supervisor(trial, slot), slot)
 
     def wait(self, seconds: float) -> Sequence[Ended]:
-        self._sleep_until_one_ends(seconds)
-        gone = [running for running in self._running.values() if running.is_gone()]
+        deadline = time.monotonic() + seconds
+        while not (gone := [running for running in self._running.values() if running.is_gone()]):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_SECONDS)
         for running in gone:
             del self._running[running.trial.name]
             self._pool.give_back(running.slot)
         return [running.ended() for running in gone]
-
-    def _sleep_until_one_ends(self, seconds: float) -> None:
-        handles = []
-        poll = select.poll()
-        try:
-            for running in self._running.values():
-                handles.append(os.pidfd_open(running.process.pid))
-                poll.register(handles[-1], select.POLLIN)
-            poll.poll(seconds * 1000)
-        except (AttributeError, OSError):  # a process has just ended, or the kernel has no pidfd_open
-            time.sleep(0.01)
-        finally:
-            for handle in handles:
-                os.close(handle)
 
     def _kill(self, names: Sequence[str]) -> None:
         for name in names:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from flopwatch.clock import monotonic_seconds
-from flopwatch.files import UnreadableError, opened_regular
 from flopwatch.records.trial import TrialSpec
 from flopwatch.sweep.host.memory import own_groups
 from flopwatch.version import __version__
@@ -38,9 +37,6 @@ _SOURCES_LAST_SECONDS = 5.0
 """Source files are hashed again after this time, because a user may edit a trainer while the sweep runs."""
 _LARGEST_SOURCE = 16 << 20
 """The digest of a larger file uses its size and modification time instead, because a command may name huge files."""
-
-_NO_SOURCES = ("/proc/", "/sys/")
-"""Files in these folders are not read as sources, because reading kernel files may block and their content changes."""
 
 
 @cache
@@ -97,20 +93,19 @@ def _source_digest(name: str, moment: int) -> str | None:
     try:
         files = _sources(module) if colon else [Path(name) / "config.json" if Path(name).is_dir() else Path(name)]
         content = b"".join(map(_content, files))
-    except (OSError, ValueError, UnreadableError):
+    except (OSError, ValueError):
         return None
     return hashlib.sha256(content).hexdigest()[:16] if content else None
 
 
 def _content(file: Path) -> bytes:
-    """The content of a regular file. Devices, FIFOs and sockets are not opened, because opening them may block."""
-    if os.path.realpath(file).startswith(_NO_SOURCES) or not stat.S_ISREG(file.stat().st_mode):
+    """The content of a regular file. Others are not opened, because that may block; files of /proc have no size."""
+    facts = file.stat()
+    if not stat.S_ISREG(facts.st_mode) or not facts.st_size:
         return b""
-    with opened_regular(file) as stream:
-        facts = os.fstat(stream.fileno())
-        if facts.st_size > _LARGEST_SOURCE:
-            return f"{facts.st_size} bytes of {facts.st_mtime_ns}".encode()
-        return stream.read(_LARGEST_SOURCE)
+    if facts.st_size > _LARGEST_SOURCE:
+        return f"{facts.st_size} bytes of {facts.st_mtime_ns}".encode()
+    return file.read_bytes()
 
 
 def _sources(module: str) -> list[Path]:
