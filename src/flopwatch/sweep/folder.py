@@ -78,17 +78,16 @@ _HELD: dict[Path, Claim] = {}
 
 
 @contextlib.contextmanager
-def held_folder(sweep: Path, report: Callable[[str], None] | None = None) -> Iterator[None]:
+def held_folder(sweep: Path) -> Iterator[None]:
     """Create the folder if it does not exist, and keep every other runner out of it.
 
-    `report` gets a line of text if it takes time to find out whether the last runner is alive; None writes it to
-    stderr. Raises InputError if another runner is alive or on another host, the folder is not a sweep's or cannot be
+    Raises InputError if another runner is alive or on another host, the folder is not a sweep's or cannot be
     written, or this system cannot run trials.
     """
     check_system()
     _make_folders(sweep)
     with refused_on_a_full_disk(sweep):
-        claim = _claim_folder(sweep, report or _write_to_stderr)
+        claim = _claim_folder(sweep)
     _HELD[sweep], ended = claim, threading.Event()
     beater = threading.Thread(target=_beat_until, args=(ended, claim), name="flopwatch-holder", daemon=True)
     beater.start()
@@ -103,11 +102,11 @@ def held_folder(sweep: Path, report: Callable[[str], None] | None = None) -> Ite
         claim.release()
 
 
-def _claim_folder(sweep: Path, report: Callable[[str], None]) -> Claim:
+def _claim_folder(sweep: Path) -> Claim:
     number = _highest_number(sweep)
     while True:
         if number:
-            _wait_for_end(sweep, runner_claim(sweep, number), report)
+            _wait_for_end(sweep, runner_claim(sweep, number))
         number += 1
         claim = runner_claim(sweep, number)
         # If this fails, another runner has taken the number, perhaps on a host whose files become visible late.
@@ -115,7 +114,7 @@ def _claim_folder(sweep: Path, report: Callable[[str], None]) -> Claim:
             return claim
 
 
-def _wait_for_end(sweep: Path, claim: Claim, report: Callable[[str], None]) -> None:
+def _wait_for_end(sweep: Path, claim: Claim) -> None:
     """Return once the runner has ended. Raises InputError if it is alive, or on another host."""
     is_reported = False
     while (holder := claim.holder()).life != "gone":
@@ -130,9 +129,9 @@ def _wait_for_end(sweep: Path, claim: Claim, report: Callable[[str], None]) -> N
                 f"free the folder with `rm {shlex.quote(str(claim.file))}` and run the command again"
             )
         if not is_reported:
-            report(
-                f"the last runner of {sweep} ({who}) is not known to this system, as after the end of a container; "
-                f"waiting {visible_seconds():.0f} s to see whether it is still alive"
+            sys.stderr.write(
+                f"flopwatch: the last runner of {sweep} ({who}) is not known to this system, as after the end of a "
+                f"container; waiting {visible_seconds():.0f} s to see whether it is still alive\n"
             )
             is_reported = True
         time.sleep(_POLL_SECONDS)
@@ -181,11 +180,6 @@ def refused_on_a_full_disk(sweep: Path) -> Iterator[None]:
             f"cannot write to {error.filename or sweep}: {error.strerror}; "
             "free some space, or choose another folder with --output"
         ) from None
-
-
-def _write_to_stderr(line: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, f"flopwatch: {line}\n".encode(errors="replace"))
 
 
 def _close_torn_line(file: Path) -> None:
