@@ -8,7 +8,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 from flopwatch.files import is_full_disk
 
@@ -23,9 +23,7 @@ def discard_output(stream: TextIO) -> None:
 class LastingStream:
     """A text stream whose `write` and `flush` do not raise if the pipe is closed or the disk is full.
 
-    Args:
-        stream: The stream to write to.
-        other: The stream that gets one message when `stream` can no longer be written to.
+    `other` gets one message when `stream` can no longer be written to.
     """
 
     def __init__(self, stream: TextIO, other: TextIO) -> None:
@@ -36,8 +34,6 @@ class LastingStream:
         self.closed = False
 
     def write(self, text: str) -> int:
-        if not isinstance(text, str):
-            raise TypeError(f"write() takes a str, got {type(text).__name__}")
         if self.is_gone:
             return len(text)
         try:
@@ -75,11 +71,8 @@ class LastingStream:
             return self._stream.isatty()
         return False
 
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def writable(self) -> bool:
-        return True
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def _give_up(self, error: Exception) -> None:
         self.is_gone = True

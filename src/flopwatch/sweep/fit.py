@@ -28,32 +28,51 @@ _LEAST_NOISE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The result of the trial of one batch size."""
+    """The result of the trial of one batch size.
+
+    Attributes:
+        fits: Whether the memory sufficed; None if the trial failed for another reason.
+        capacity_bytes: The memory that the trial could use; None if unknown.
+        samples_per_s: Throughput at the median step time.
+        slowest_per_s: Throughput at the upper end of the step time's confidence interval.
+        fastest_per_s: Throughput at the lower end of that interval.
+        is_bare: Whether the allocator had to release cached memory and try again before the batch fitted.
+    """
 
     batch_size: int
-    fits: bool | None  # whether the memory sufficed; None if the trial failed for another reason
+    fits: bool | None
     outcome: Outcome
     reason: str = ""
     peak_bytes: int | None = None
     capacity_bytes: int | None = None
-    samples_per_s: float | None = None  # at the median step time
-    slowest_per_s: float | None = None  # at the ends of the confidence interval of the step time
+    samples_per_s: float | None = None
+    slowest_per_s: float | None = None
     fastest_per_s: float | None = None
     step_seconds: float | None = None
-    is_bare: bool = False  # the allocator had to release cached memory before the batch fitted
+    is_bare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of a search."""
+    """The result of a search.
 
-    largest: int | None  # that fitted
-    too_large: int | None  # the smallest that did not fit
-    is_largest_known: bool  # within the tolerance, or all batches up to the allowed maximum fit
-    fastest: int | None  # the smallest whose throughput is not measurably below the best
-    as_fast: int | None  # the next larger batch tried, if its throughput does not measurably differ
-    probes: tuple[Probe, ...]  # in the order of the trials
-    stopped: str = ""  # why the search ended early
+    Attributes:
+        largest: The largest batch that fitted; None if not even 1 did.
+        too_large: The smallest batch that did not fit; None if all did.
+        is_largest_known: Whether `largest` is known within the tolerance, or all batches up to the allowed maximum fit.
+        fastest: The smallest batch whose throughput is not measurably below the best; None if no trial has step times.
+        as_fast: The next larger batch tried, if its throughput does not measurably differ from `fastest`'s; else None.
+        probes: The results of all batches tried, in the order of the trials.
+        stopped: Why the search ended early; empty if it did not.
+    """
+
+    largest: int | None
+    too_large: int | None
+    is_largest_known: bool
+    fastest: int | None
+    as_fast: int | None
+    probes: tuple[Probe, ...]
+    stopped: str = ""
 
 
 def search(measure: Callable[[int], Probe], max_batch: int = MOST_BATCH) -> Found:
@@ -123,10 +142,8 @@ def _reach(probe: Probe) -> tuple[float, float]:
 def with_host_limit(folder: Path, spec: TrialSpec) -> tuple[TrialSpec, str]:
     """Add a memory limit to a CPU configuration that has none: the available memory of this host less a margin.
 
-    A resumed fit keeps the limit of its first run, because its trials would otherwise not be comparable.
-
-    Returns:
-        The configuration, and where the limit comes from; empty if the user gave the limit or there is none.
+    A resumed fit keeps the limit of its first run, because its trials would otherwise not be comparable. The text says
+    where the limit comes from; it is empty if the user gave the limit or there is none.
     """
     if spec.limits.memory_bytes is not None or not _is_on_cpu(spec):
         return spec, ""

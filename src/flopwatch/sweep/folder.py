@@ -6,7 +6,6 @@ runners find the last one gone, only one takes its place.
 """
 
 import contextlib
-import errno
 import os
 import shlex
 import sys
@@ -32,8 +31,6 @@ from flopwatch.records.trial_files import (
     STARTED,
     SWEEP,
     TRIALS,
-    log_file,
-    run_folder,
     trial_folder,
 )
 from flopwatch.sweep.attempts import free_name, kill_strays, put_aside
@@ -55,18 +52,13 @@ class StillRunsError(InputError):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A trial of a sweep. An engine runs it by starting `python -m flopwatch.sweep.supervisor SWEEP_FOLDER NAME`.
-
-    Attributes:
-        key: Hash of the configuration, the library versions and the devices.
-        earlier_attempts: The lost attempts, as in `TrialResult.earlier_attempts`.
-    """
+    """A trial of a sweep. An engine runs it by starting `python -m flopwatch.sweep.supervisor SWEEP_FOLDER NAME`."""
 
     sweep: Path
     name: str
-    key: str
+    key: str  # hash of the configuration, the library versions and the devices
     spec: TrialSpec
-    earlier_attempts: tuple[Mapping[str, Any], ...] = ()
+    earlier_attempts: tuple[Mapping[str, Any], ...] = ()  # the lost ones, as in `TrialResult.earlier_attempts`
 
     @property
     def folder(self) -> Path:
@@ -198,18 +190,12 @@ def _make_folders(sweep: Path) -> None:
         for name in _FOLDERS:
             (sweep / name).mkdir(parents=True, exist_ok=True)
             os.listdir(sweep / name)
-        _need_type(sweep / RESULTS, Path.is_file)
         with (sweep / RESULTS).open("a"):
             pass
     except OSError as error:
         where = error.filename or sweep
         advice = "move it away, or choose another folder with --output"
         raise InputError(f"cannot write to {where}: {error.strerror}; {advice}") from None
-
-
-def _need_type(place: Path, has_right_type: Callable[[Path], bool]) -> None:
-    if os.path.lexists(place) and not has_right_type(place):
-        raise FileExistsError(errno.EEXIST, "something else has this name", str(place))
 
 
 def write_trial_list(sweep: Path, trials: Sequence[Trial], engine: str) -> None:
@@ -232,17 +218,12 @@ def write_trial_list(sweep: Path, trials: Sequence[Trial], engine: str) -> None:
 def prepare(trial: Trial) -> None:
     """Create the trial's folder with its `spec.json`, and move the files of an earlier attempt to `earlier/`.
 
-    Raises:
-        StillRunsError: An earlier attempt still runs.
-        FolderGoneError: The sweep's folder was deleted.
+    Raises StillRunsError if such an attempt still runs.
     """
     check_held(trial.sweep)
-    folder, log, run = trial.folder, log_file(trial.sweep, trial.name), run_folder(trial.sweep, trial.name)
+    folder = trial.folder
     _clear_folder(trial)
-    _need_type(log, Path.is_file)
-    _need_type(run, Path.is_dir)
-    for place in (folder, log.parent):  # an earlier trial may have deleted the log folder
-        place.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     job = TrialJob(
         trial.spec,
         trial.name,

@@ -19,7 +19,6 @@ from flopwatch.errors import InputError
 from flopwatch.process import all_pids, descendants, keyed_lines, read_stat
 from flopwatch.records.settings import placeholders
 from flopwatch.records.trial import TrialJob, TrialSpec
-from flopwatch.records.trial_files import STACKS
 from flopwatch.sweep.host.memory import MemoryLimit
 
 TRIAL_MARK = "FLOPWATCH_TRIAL_DIR"
@@ -198,33 +197,31 @@ def ends_within(worker: "subprocess.Popen[bytes]", seconds: float) -> bool:
     return False
 
 
-def end_worker(worker: "subprocess.Popen[bytes]", folder: Path, *, sigterm_first: bool, wants_stacks: bool) -> str:
-    stacks = ""
+def end_worker(worker: "subprocess.Popen[bytes]", *, sigterm_first: bool) -> None:
     if sigterm_first:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker.pid, signal.SIGTERM)
         ends_within(worker, _TERM_PATIENCE_SECONDS)
-    elif wants_stacks:
-        stacks = _stacks(worker, folder)
     with contextlib.suppress(ProcessLookupError):
         worker.kill()
     ends_within(worker, 10.0)
-    return stacks
 
 
-def _stacks(worker: "subprocess.Popen[bytes]", folder: Path) -> str:
-    """The stacks of all threads. faulthandler writes them in a signal handler, even while a thread holds the GIL."""
-    file = folder / STACKS
-    if not file.exists():
-        return "none, because the worker had not installed its signal handler yet"
-    if is_in_signal_set(worker.pid, "SigBlk", signal.SIGUSR1):
-        state = keyed_lines(f"/proc/{worker.pid}/status").get(b"State", b"unknown").strip().decode()
-        return f"none, because the worker blocks signals; process state {state}"
-    worker.send_signal(signal.SIGUSR1)
-    return written_texts([file])[0]
+def python_stacks(pids: Sequence[int], files: Sequence[Path]) -> list[str]:
+    """The stacks of all threads of these processes, which they write to these files; empty where one does not.
+
+    faulthandler writes them in a handler of SIGUSR1, even while a thread holds the GIL. Without a handler, the signal
+    would end the process.
+    """
+    for pid in pids:
+        handled = int(keyed_lines(f"/proc/{pid}/status").get(b"SigCgt", b"0"), 16)
+        if handled >> (signal.SIGUSR1 - 1) & 1:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+    return _written_texts(files)
 
 
-def written_texts(files: Sequence[Path]) -> list[str]:
+def _written_texts(files: Sequence[Path]) -> list[str]:
     """Wait until all of these files have content and have stopped growing; return their beginnings."""
     deadline, sizes = time.monotonic() + _STACKS_PATIENCE_SECONDS, [-1]
     while time.monotonic() < deadline:
@@ -233,8 +230,3 @@ def written_texts(files: Sequence[Path]) -> list[str]:
         if before == sizes and all(sizes):
             break
     return [file.read_text(errors="replace")[:_STACKS_LENGTH] if file.exists() else "" for file in files]
-
-
-def is_in_signal_set(pid: int, name: str, number: int) -> bool:
-    """Whether a signal is in a set of /proc/PID/status: `SigBlk`, which the process blocks, or `SigCgt`, handles."""
-    return bool(int(keyed_lines(f"/proc/{pid}/status").get(name.encode(), b"0"), 16) >> (number - 1) & 1)

@@ -14,9 +14,8 @@ from typing import Any
 import yaml
 
 from flopwatch.errors import InputError
-from flopwatch.models.presets import IMAGE_PRESETS, PRESETS
 from flopwatch.records.settings import SETTINGS
-from flopwatch.records.trial import LABELS, PRIVATE, TrialSpec, canonical_trainer
+from flopwatch.records.trial import PRIVATE, TrialSpec, canonical_trainer
 from flopwatch.text import one_line
 
 
@@ -213,32 +212,10 @@ def _holds(spec: TrialSpec, name: str, comparison: str, value: str) -> bool:
     return compare(str(actual), value)
 
 
-def check_conditions(conditions: Sequence[Condition], specs: Sequence[TrialSpec]) -> None:
-    """Raise InputError for a value that no trial has, because it would silently exclude nothing.
-
-    Known trainers, models, dtypes and devices may be absent, because a file may be used for some of them only.
-    """
-    for name, comparison, value in (part for condition in conditions for part in condition.parts):
-        is_known = value in _KNOWN.get(name, ()) or (name == "trainer" and _canonical(value))
-        if comparison != "=" or not specs or is_known or any(_holds(spec, name, "=", value) for spec in specs):
-            continue
-        near = difflib.get_close_matches(value, _KNOWN.get(name, ()), n=1)
-        advice = f"did you mean {near[0]!r}?" if near else "correct it, or delete that condition"
-        raise InputError(f"`exclude` names {name}={value}, which no trial has; {advice}")
-
-
 def _canonical(trainer: str) -> str | None:
     with contextlib.suppress(InputError):
         return canonical_trainer(trainer)[0]
     return None
-
-
-_KNOWN = {
-    "trainer": tuple(LABELS),
-    "model": (*PRESETS, *IMAGE_PRESETS),
-    "dtype": ("fp32", "bf16", "fp16"),
-    "device": ("cpu", "cuda"),
-}
 
 
 def needs_one_process(spec: TrialSpec) -> str | None:

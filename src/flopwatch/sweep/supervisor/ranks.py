@@ -1,10 +1,8 @@
-"""How the processes of a trial ended that torchrun started, and their Python stacks. Standard library only.
+"""How the processes of a trial ended that torchrun started. Standard library only.
 
 Torchrun's process has written their exit statuses (`worker/torchrun.py`), and each process its own exception.
 """
 
-import contextlib
-import os
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,9 +11,7 @@ from typing import Any
 
 from flopwatch.decode import read_or_none
 from flopwatch.files import read_json, read_object
-from flopwatch.process import descendants
-from flopwatch.records.trial_files import RANKS, STACKS, exception_file, of_rank
-from flopwatch.sweep.host import processes as process_tree
+from flopwatch.records.trial_files import RANKS, exception_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +76,3 @@ def _order(end: RankEnd) -> tuple[int, float, int]:
     if end.status == -signal.SIGABRT:  # NCCL's watchdog aborts a process that lost another rank
         return _ABORT, 0.0, end.rank
     return (_SIGNAL if end.status < 0 else _EXIT_CODE), 0.0, end.rank
-
-
-def stacks_of_ranks(trial_dir: Path, processes: int) -> str:
-    """Return the Python stacks of all threads of each rank, which faulthandler writes on SIGUSR1."""
-    for pid in descendants(os.getpid()):
-        # Without a handler, the signal would end the process.
-        if process_tree.is_in_signal_set(pid, "SigCgt", signal.SIGUSR1):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
-    texts = process_tree.written_texts([trial_dir / of_rank(STACKS, rank) for rank in range(processes)])
-    parts = [f"rank {rank}:\n{text}" for rank, text in enumerate(texts) if text]
-    return "\n".join(parts) or "no stacks: no rank had installed its signal handler yet"

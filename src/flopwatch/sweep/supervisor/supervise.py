@@ -21,9 +21,10 @@ from typing import TextIO
 
 from flopwatch.decode import BrokenRecordError
 from flopwatch.files import UnreadableError, load_json, read_object, write_json
+from flopwatch.process import descendants
 from flopwatch.records.sweep_results import NewerFormatError, read_current
 from flopwatch.records.trial import AFTER_THE_STEPS, Limits, TrialJob, TrialResult, TrialSpec
-from flopwatch.records.trial_files import EXCEPTION, RESULT, SPEC, STARTED, log_file, trial_folder
+from flopwatch.records.trial_files import EXCEPTION, RESULT, SPEC, STACKS, STARTED, log_file, of_rank, trial_folder
 from flopwatch.sweep.attempts import Strays
 from flopwatch.sweep.claim import Claim, trial_claim, visible_seconds
 from flopwatch.sweep.host import processes as process_tree
@@ -33,7 +34,7 @@ from flopwatch.sweep.progress import Progress, read_progress, when_there_is_spac
 from flopwatch.sweep.supervisor.build_result import WorkerExit, build_result, with_full_disk
 from flopwatch.sweep.supervisor.classify import ExitFacts, OwnKill, signal_name
 from flopwatch.sweep.supervisor.guard import become_guarded, clear_attempts, group_name
-from flopwatch.sweep.supervisor.ranks import JobEnd, job_end, stacks_of_ranks
+from flopwatch.sweep.supervisor.ranks import JobEnd, job_end
 
 _TICK_SECONDS = 0.2  # The memory must be sampled several times a second to enforce a limit.
 _SPEC_TICK_SECONDS = 0.25  # This is the time between two tries to read a `spec.json` that is not visible yet.
@@ -306,11 +307,17 @@ def _watch(trial: _Supervised, worker: "subprocess.Popen[bytes]", log: TrialLog)
 def _kill_worker(trial: _Supervised, worker: "subprocess.Popen[bytes]", watch: _Watch) -> None:
     # Kill a trial over its memory limit at once, without SIGTERM and without its stacks, before it allocates even more.
     sigterm_first = trial.spec.trainer == "command" and watch.own_kill != "oom_host"
-    wants_stacks = watch.own_kill not in ("cancelled", "oom_host")
-    if trial.spec.runs_torchrun and wants_stacks:
-        watch.stacks, wants_stacks = stacks_of_ranks(trial.folder, trial.spec.processes), False
-    stacks = process_tree.end_worker(worker, trial.folder, sigterm_first=sigterm_first, wants_stacks=wants_stacks)
-    watch.stacks = watch.stacks or stacks
+    if watch.own_kill in ("timeout", "hang") and not watch.is_command:
+        watch.stacks = _stacks(trial, worker)
+    process_tree.end_worker(worker, sigterm_first=sigterm_first)
+
+
+def _stacks(trial: _Supervised, worker: "subprocess.Popen[bytes]") -> str:
+    pids = descendants(os.getpid()) if trial.spec.runs_torchrun else [worker.pid]
+    ranks = range(trial.spec.processes if trial.spec.runs_torchrun else 1)
+    texts = process_tree.python_stacks(pids, [trial.folder / of_rank(STACKS, rank) for rank in ranks])
+    parts = [f"rank {rank}:\n{text}" if len(ranks) > 1 else text for rank, text in enumerate(texts) if text]
+    return "\n".join(parts) or "none: no process of the trial has its signal handler yet, or they block signals"
 
 
 def _wait_for_cancellation(worker: "subprocess.Popen[bytes]", watch: _Watch, cancel: Callable[[], str | None]) -> None:

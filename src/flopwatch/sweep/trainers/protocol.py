@@ -117,11 +117,7 @@ def load_object(kind: str, path: str) -> Any:
 
 
 def declared_privacy(trainer: Trainer) -> Privacy | None:
-    """What the trainer declares in its attribute `privacy`; None if it declares nothing.
-
-    Raises:
-        InputError: A value of the declaration cannot be used.
-    """
+    """What the trainer declares in its attribute `privacy`; None if it declares nothing."""
     declared = getattr(trainer, "privacy", None)
     if not isinstance(declared, Privacy):  # an attribute of this name may be something of the user's own
         return None
@@ -131,11 +127,7 @@ def declared_privacy(trainer: Trainer) -> Privacy | None:
 
 
 def step_parts(trainer: Trainer, batches: Sequence[Mapping[str, Any]]) -> list[StepPart]:
-    """The parts of one step: forward and backward for every micro-batch, and one update.
-
-    Raises:
-        UnsupportedError: There are several micro-batches, and the trainer cannot accumulate their gradients.
-    """
+    """The parts of one step: forward and backward for every micro-batch, and one update."""
     accumulate = getattr(trainer, "accumulate", None)
     if len(batches) > 1 and accumulate is None:
         raise UnsupportedError(

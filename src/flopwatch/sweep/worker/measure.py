@@ -141,8 +141,7 @@ class _TrialRun:
     def finish_steps(self) -> None:
         """Record that all steps are measured, so that a later failure does not lose the step times and the memory.
 
-        Raises:
-            HostLimitError: The trial exceeded its memory limit, but too briefly for its supervisor to notice.
+        Raises HostLimitError if the trial exceeded its memory limit too briefly for its supervisor to notice.
         """
         self.measured = replace(self.measured, memory=with_peaks(self.measured.memory, self.device))
         held, limit = self.measured.memory.host_bytes, self.spec.limits.memory_bytes

@@ -36,13 +36,8 @@ def count_step(
     This runs one more real step, except for the standard trainer without micro-batches. After that step torch no longer
     compiles the trainer's model, so call this function after everything else is measured.
 
-    Args:
-        trainer: The trainer, ready to run a step on this batch.
-        model: A model of the same architecture, possibly on the meta device; it is not changed.
-        batch: The batch of the trial.
-        size: Samples of each micro-batch; None is the whole batch. Model FLOPs do not depend on it;
-            hardware FLOPs are the sum over the micro-batches.
-        is_alone: False if the trial has several processes, so that this process alone cannot run another step.
+    `model` has the same architecture and may be on the meta device; it is not changed. `size` is that of the
+    micro-batches, over which hardware FLOPs are summed. A process that is not alone cannot run another step by itself.
     """
     batches = micro_batches(batch, size)
     same = ("model_flops", "hardware_flops", "method", "attention", "coverage", "is_lower_bound", "notes")
