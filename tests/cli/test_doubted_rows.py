@@ -80,9 +80,9 @@ def test_a_feed_that_looked_before_the_change_marks_its_row(tmp_path):
     assert (feed.run.row.exact, feed.run.row.notes) == (False, (REASON,))
 
 
-def test_the_report_counts_the_windows_and_their_reason(patched):
-    found = read_report(patched.parent).exactness
-    assert (found.exact_windows, found.inexact_windows, found.notes) == (2, 1, {REASON: 1})
+def test_the_report_of_a_run_says_the_reason(patched):
+    found = read_report(patched.parent)
+    assert (found.exact, found.why_not_exact) == (False, (REASON,))
 
 
 def test_the_waterfall_names_the_reason_of_a_run_without_a_summary(tmp_path):

@@ -59,7 +59,7 @@ def test_the_summary_says_it(told, exact):
 def test_watch_says_it(flopwatch, told, exact):
     for (folder, *_), is_exact in ((told, False), (exact, True)):
         _, out, _ = flopwatch("watch", str(folder), "--once")
-        assert ("smart, exact" in out, "smart, not exact" in out) == (is_exact, not is_exact)
+        assert ("· exact" in out, "· not exact" in out) == (is_exact, not is_exact)
         assert ("not exact: " in out) != is_exact
 
 

@@ -6,7 +6,6 @@ from flopwatch.errors import UnsupportedError
 from flopwatch.records.trial import Limits
 from flopwatch.report.problems import normalised
 from flopwatch.report.sweep.document import sweep_document
-from flopwatch.sweep.spec.parsing import parse_bytes
 from flopwatch.sweep.trainers.protocol import step_parts
 from support.few_results import ended, ran, summary_of
 from testbeds.documents import document_text
@@ -74,7 +73,7 @@ def test_a_failure_tells_its_command_evidence_and_the_last_15_lines_of_the_log()
     assert failure.log_tail.splitlines() == [f"line {number}" for number in range(25, 40)]
 
 
-def test_out_of_memory_advice_names_the_batch_that_ran_and_the_fit_command():
+def test_out_of_memory_advice_names_the_batch_that_ran_and_fit():
     summary = summary_of(
         ran("dpsgd", 4, 512), ran("dpsgd", 32, 128), ended("dpsgd", 8, 512, "oom_device"), ran("standard", 8, 512)
     )
@@ -84,7 +83,7 @@ def test_out_of_memory_advice_names_the_batch_that_ran_and_the_fit_command():
     )
     assert failure.advice[1] == "Use a batch below 8: 4 ran at sequence 512."
     assert any("Try ghost" in line for line in failure.advice)
-    assert failure.advice[-1].endswith("flopwatch fit --trainer dpsgd --model tiny --seq-len 512")
+    assert failure.advice[-1] == "`flopwatch fit` finds the largest batch of this trainer and model."
 
 
 def test_out_of_memory_advice_is_for_this_very_configuration():
@@ -103,8 +102,6 @@ def test_out_of_memory_advice_is_for_this_very_configuration():
     )
     (failure,) = summary.failures
     assert "Use a batch below 8." in failure.advice
-    command = "flopwatch fit --trainer mine:Own --model 'my model.json' --seq-len 512 --dtype bf16 checkpointing=true"
-    assert failure.advice[-1].endswith(f"{command} options.rank=64")
 
 
 def test_smaller_micro_batches_are_advised_to_private_trainers_only_and_below_the_present_ones():
@@ -177,17 +174,6 @@ def test_the_advice_for_a_trainer_that_cannot_accumulate_does_not_contradict_the
     assert failure.advice == (
         "Leave `micro_batch_size` out of the matrix, or add the method accumulate() to the trainer.",
     )
-
-
-@pytest.mark.parametrize(
-    ("memory_bytes", "written"),
-    [(1300 * 2**20, "1300MiB"), (2**32, "4GiB"), (3 * 2**10, "3KiB"), (10**9 + 1, "1000000001")],
-)
-def test_an_advised_command_has_the_memory_as_a_person_writes_it(memory_bytes, written):
-    limits = Limits(memory_bytes=memory_bytes)
-    (failure,) = summary_of(ended("standard", 8, 512, "oom_host", limits=limits)).failures
-    assert failure.advice[-1].endswith(f" --memory {written}")
-    assert parse_bytes(written) == memory_bytes
 
 
 def test_evidence_is_told_in_words_and_not_as_a_dict():

@@ -1,12 +1,11 @@
 """Groups of comparable trials: out-of-memory frontier, matrices, titles and columns."""
 
-import re
 from dataclasses import replace
 
 import pytest
 
 from flopwatch.report.cells import METRICS, best_trials, cell_text, known_metrics
-from flopwatch.report.sweep.measurements import frontier_words, matrix_rows, narrowed, size_maps
+from flopwatch.report.sweep.measurements import frontier_words, matrix_rows, narrowed
 from support.few_results import ended, group_of, ran, summary_of
 
 
@@ -139,12 +138,3 @@ def test_a_command_beside_a_trainer_is_in_the_group_of_the_trainer():
     result = ran("command", 8, 64)
     result = replace(result, spec=replace(result.spec, command="python train.py"))
     assert [group.title for group in summary_of(ran("standard", 8, 64), result).groups] == ["tiny, fp32"]
-
-
-@pytest.mark.parametrize(("peaks", "most_apart"), [((0.32, 0.39), 1), ((1.0, 64.0), 6)])
-def test_the_map_of_sizes_has_like_shades_for_like_peaks(peaks, most_apart):
-    (drawn,) = size_maps(group_of(*(ran("standard", 4 * (i + 1), 64, gib=gib) for i, gib in enumerate(peaks)))).drawings
-    shades = [int(shade) for shade in re.findall(r'class="s(\d)"', drawn.svg)]
-    assert len(shades) == 2
-    assert abs(shades[0] - shades[1]) <= most_apart
-    assert (abs(shades[0] - shades[1]) > 1) == (most_apart > 1)

@@ -103,15 +103,6 @@ def test_small_and_bare_sweeps_make_a_page(results):
     assert ("What to run" if results else "has no trials") in shown
 
 
-def test_darker_means_more_in_light_and_in_dark(example):
-    for shade in range(7):
-        assert len(re.findall(rf"--h{shade}:", example)) == 1, "one ramp for both"
-    ramp = re.findall(r"--h\d: #(\w\w)(\w\w)(\w\w);", example)
-    brightness = [sum(int(part, 16) for part in colour) for colour in ramp]
-    assert brightness == sorted(brightness, reverse=True)
-    assert "darker means more" in example
-
-
 def test_the_page_of_a_small_sweep_stays_small(example):
     """plotly's script alone is about 4 MB."""
     documents = to_page(sweep_document(summary_of(*(make_result(spec) for spec in example_specs()[:16]))))

@@ -12,7 +12,6 @@ import pytest
 
 from flopwatch.errors import InputError
 from flopwatch.runs.traces import TraceSplit, read_trace
-from flopwatch.runs.traces import files as splits
 from flopwatch.runs.traces.files import newest_traces, trace_name
 from support.make_trace import PART_TRUTH, event, steps_on_device, write_large_trace, write_trace
 
@@ -221,40 +220,6 @@ class TestNewest:
         for name in ("request.json", ".1.step3_rank0.pt.trace.json.gz", "stepx_rank0.pt.trace.json.gz", "a.json"):
             (tmp_path / "traces" / name).write_text("nothing")
         assert newest_traces(tmp_path) == ()
-
-    def test_a_trace_is_read_once_and_again_if_it_was_written_again(self, tmp_path, monkeypatch):
-        path = self.write(tmp_path, 9, 0)
-        reads = []
-        monkeypatch.setattr(splits, "read_trace", lambda path: reads.append(path) or read_trace(path))
-        first = newest_traces(tmp_path)
-        assert newest_traces(tmp_path) == first
-        assert len(reads) == 1
-        write_trace(path, steps_on_device(3))
-        assert newest_traces(tmp_path)[0].steps == 3
-        assert len(reads) == 2
-
-    @pytest.mark.parametrize("damage", ["", "{", "[]", "null", "steps", "seconds", "format"])
-    def test_what_was_kept_is_ignored_if_it_is_damaged(self, tmp_path, damage):
-        path = self.write(tmp_path, 9, 0)
-        truth = newest_traces(tmp_path)
-        kept = path.with_name(f"{path.name}.split.json")
-        content = json.loads(kept.read_text())
-        if damage == "format":
-            kept.write_text(json.dumps({**content, "format": 99, "split": {**content["split"], "steps": 77}}))
-        elif damage in ("steps", "seconds"):
-            kept.write_text(json.dumps({**content, "split": {**content["split"], damage: "many"}}))
-        else:
-            kept.write_text(damage)
-        assert newest_traces(tmp_path) == truth
-
-    def test_a_folder_that_cannot_be_written_to_is_read_all_the_same(self, tmp_path, monkeypatch):
-        self.write(tmp_path, 9, 0)
-
-        def refuse(*_):
-            raise PermissionError(13, "Permission denied")
-
-        monkeypatch.setattr(splits, "write_json", refuse)
-        assert len(newest_traces(tmp_path)) == 1
 
     def test_a_damaged_trace_is_refused(self, tmp_path):
         self.write(tmp_path, 9, 0).write_bytes(b"\x1f\x8b" + bytes(range(100)))

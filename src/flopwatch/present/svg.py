@@ -40,17 +40,6 @@ def line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
     return f'<line class="{style}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
 
 
-def rect(x: float, y: float, width: float, height: float, style: str, tip: str) -> str:
-    size = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{max(height, 0.5):.1f}"'
-    return f'<rect class="{style}" {size} rx="2"{tipped(tip)}/>'
-
-
-def tip_area(x: float, y: float, width: float, height: float, tip: str) -> str:
-    """An area that cannot be seen, and that shows a tip below the pointer."""
-    size = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-    return f'<rect {size} fill="transparent"{tipped(tip)}/>'
-
-
 class LinearScale(NamedTuple):
     """A linear axis that maps values from `low` to `high` to pixels from `start` to `end`; values beyond it are cut."""
 

@@ -5,14 +5,13 @@ SIGBUS; the table of trainers in docs/sweep.md for the memory of the clipping tr
 """
 
 import re
-import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flopwatch.language import Said, Templates, counted
 from flopwatch.numbers import byte_size, percent
-from flopwatch.records.trial import StepCost, TrialResult, TrialSpec
+from flopwatch.records.trial import StepCost, TrialResult
 from flopwatch.report.cells import place_key, privacy_of, trainer_name
 from flopwatch.report.records import Environment, Failure
 from flopwatch.text import first_line, listed
@@ -191,27 +190,7 @@ def _out_of_memory(result: TrialResult, largest_ok: int | None) -> Iterator[str]
     if spec.layout == "ddp":
         yield Said("Use `layout: fsdp`: each process holds a part of the model; with `ddp` each holds all of it.")
     if spec.trainer != "command" and spec.layout is None:  # `flopwatch fit` supports only a single process.
-        yield Said("Find the largest batch: {command}", command=_fit_command(spec))
-
-
-def _fit_command(spec: TrialSpec) -> str:
-    words = ["flopwatch", "fit", "--trainer", spec.trainer, "--model", spec.model, "--seq-len", str(spec.seq_len)]
-    words += ["--dtype", spec.dtype] if spec.dtype != "fp32" else []
-    words += ["--memory", _typed_bytes(spec.limits.memory_bytes)] if spec.limits.memory_bytes else []
-    words += ["checkpointing=true"] if spec.checkpointing else []
-    words += [f"device={spec.device}"] if spec.device != "auto" else []
-    words += [f"options.{name}={value}" for name, value in spec.options.items()]
-    return shlex.join(words)
-
-
-def _typed_bytes(size: int) -> str:
-    """The exact size as a person types it.
-
-    >>> _typed_bytes(1300 * 2**20), _typed_bytes(1000)
-    ('1300MiB', '1000')
-    """
-    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-    return next((f"{size // unit}{name}" for name, unit in units.items() if size % unit == 0), str(size))
+        yield Said("`flopwatch fit` finds the largest batch of this trainer and model.")
 
 
 _SHOWN = (

@@ -12,7 +12,6 @@ from typing import Any
 
 from flopwatch.decode import Stored
 from flopwatch.language import Said, Templates, commas, semicolons
-from flopwatch.records.metrics import APART, Goodput, goodput_of
 from flopwatch.records.run import Number, Provenance, Row, RunStart
 from flopwatch.runs import RunLog, provenance_at, step_cells
 from flopwatch.text import one_line
@@ -49,8 +48,6 @@ class Explanation(Stored):
         seconds: Step time, including the wait for the batch.
         input_wait_seconds: The part of `seconds` spent waiting for the batch.
         is_warm_up: True for a single warm-up step, which does not count towards the MFU of its window.
-        other_seconds: Time outside of steps since the first start; the keys are those of `APART`.
-        goodput: Goodput from the first start of the run to this window.
         tokens: Number of positions in the batches, including padding.
         real_tokens: Number of positions without padding.
         trainable_tokens: Number of positions whose label is not -100.
@@ -78,8 +75,6 @@ class Explanation(Stored):
     seconds: float | None
     input_wait_seconds: float | None
     is_warm_up: bool
-    other_seconds: Mapping[str, Number]
-    goodput: Goodput | None
     samples: int | None
     tokens: int | None
     real_tokens: int | None
@@ -150,8 +145,6 @@ def _explained(
     sums: dict[str, Any] = {
         name: sum(column) if column and None not in column else None for name, column in columns.items()
     }
-    spent = row.ledger.get("seconds", {})
-    other = {name: row.values.get(f"time/{name}_seconds", spent.get(name)) for name in APART}
     world_size = max((start.world_size for start in log.starts), default=1)
     # With several ranks, the logged MFU is over all ranks but the logged steps are those of one rank.
     values = row.values if logged is None else logged.values
@@ -168,8 +161,6 @@ def _explained(
         left_out=left_out,
         **sums,
         is_warm_up=not is_window and bool(steps[0].get("warm_up")),
-        other_seconds={name: seconds for name, seconds in other.items() if seconds is not None},
-        goodput=goodput_of(spent),
         provenance=provenance,
         mfu=_division(steps, "model_flops", provenance, comparable.get("perf/mfu")),
         hfu=_division(steps, "hardware_flops", provenance, comparable.get("perf/hfu")),

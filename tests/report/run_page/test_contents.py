@@ -73,12 +73,12 @@ def test_values_that_are_not_finite_are_counted_and_not_drawn(tmp_path):
     assert (len(curve.points), curve.broken_windows, curve.broken_at_step) == (2, 1, 3)
 
 
-def test_inexact_windows_are_counted_with_their_reasons(tmp_path):
+def test_one_inexact_window_makes_the_run_inexact_and_says_why(tmp_path):
     lines = records()
+    assert read_report(write_run(tmp_path / "exact", lines)).exact is True
     lines[2] |= {"exact": False, "notes": ["a lower bound"]}
-    exactness = read_report(write_run(tmp_path, lines)).exactness
-    assert (exactness.exact_windows, exactness.inexact_windows) == (2, 1)
-    assert exactness.notes == {"a lower bound": 1}
+    report = read_report(write_run(tmp_path / "not", lines))
+    assert (report.exact, report.why_not_exact) == (False, ("a lower bound",))
 
 
 def test_torn_lines_are_counted(tmp_path):

@@ -3,19 +3,16 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 
-from flopwatch.language import Said, _, counted
+from flopwatch.language import Said, counted
 from flopwatch.numbers import count, number, percent, step_time
 from flopwatch.present import svg
 from flopwatch.present.document import Drawing
-from flopwatch.report.run.contents import Curve, Point, RunReport, merged
-from flopwatch.report.run.words import metric_name, utc
-from flopwatch.stats import in_groups
+from flopwatch.report.run.contents import Curve, Point, RunReport
+from flopwatch.report.run.words import metric_name
 
 _WIDTH, _HEIGHT = 460.0, 206.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 450.0, 10.0, 168.0
-MOST_TIPS = 150
 _SPIKE_FACTOR = 3.0
 """The axis of the step time ends at this many times the ordinary values, so that one stall does not flatten them."""
 
@@ -80,7 +77,6 @@ def _line_chart(
     ]
     for kind, curve in enumerate(curves, start=1):
         parts += _drawn(curve.points, x, y, kind)
-    parts += _tips(curves, x, style)
     remark: str = ""
     if over:
         most = style.write(max(point.high for point in points))
@@ -124,25 +120,3 @@ def _drawn(points: Sequence[Point], x: svg.LinearScale, y: svg.LinearScale, kind
         yield f'<circle class="m k{kind}" cx="{middles[0]:.1f}" cy="{y(points[0].mean):.1f}" r="4"/>'
     else:
         yield f'<path class="l k{kind}{" dash" if kind > 1 else ""}" d="M{"L".join(means)}"/>'
-
-
-def _tips(curves: Sequence[Curve], x: svg.LinearScale, style: ChartStyle) -> Iterator[str]:
-    """Strips without colour that show the values of the steps below the pointer."""
-    most = max((len(curve.points) for curve in curves), default=0)
-    size = ceil(most / MOST_TIPS)
-    columns = [in_groups(curve.points, size, merged) for curve in curves if curve.points]
-    longest = max(columns, key=len, default=[])
-    for place, point in enumerate(longest):
-        left = x(point.first_step) if place else _LEFT
-        right = x(longest[place + 1].first_step) if place + 1 < len(longest) else _RIGHT
-        first, last = f"{point.first_step:,}", f"{point.last_step:,}"
-        steps = Said("step {last}") if first == last else Said("steps {first} to {last}")
-        lines: list[str] = [steps.filled(first=first, last=last), f"{utc(point.unix_time)} UTC"]
-        for curve, column in zip(curves, columns, strict=False):
-            if place < len(column):
-                low, mean, high = map(style.write, (column[place].low, column[place].mean, column[place].high))
-                value = Said("{metric} {mean}") if low == high else Said("{metric} {mean} ({low} to {high})")
-                lines.append(value.filled(metric=metric_name(curve.key), mean=mean, low=low, high=high))
-        size_words = f'x="{left:.1f}" y="{_TOP + 8:.0f}" width="{max(right - left, 0.5):.1f}"'
-        height = f'height="{_BOTTOM - _TOP - 8:.0f}"'
-        yield f'<rect class="tip" {size_words} {height}{svg.tipped(chr(10).join(map(_, lines)))}/>'

@@ -1,8 +1,7 @@
 """What the report of a run contains, collected in one pass over its log. No part grows with the length of the log."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from flopwatch.runs.log_file import find_log
 from flopwatch.runs.reading import RunLog, read_around, read_log
 from flopwatch.runs.state import standing
 from flopwatch.runs.traces import TraceSplit
-from flopwatch.runs.waterfall import Waterfall, seconds_of, waterfall_of
+from flopwatch.runs.waterfall import Waterfall, exactness_of, seconds_of, waterfall_of
 from flopwatch.stats import Thinned
 
 MAIN_KEYS = (
@@ -74,22 +73,6 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class ExactWindows:
-    """How many logging windows have exact FLOPs, and why the others do not.
-
-    Attributes:
-        inexact_windows: Windows whose FLOPs are a bound, an estimate, or depend on a random draw.
-        unknown_windows: Windows without FLOPs.
-        notes: Each reason, and in how many windows it was given.
-    """
-
-    exact_windows: int = 0
-    inexact_windows: int = 0
-    unknown_windows: int = 0
-    notes: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class RunReport:
     """Everything that the report of a run shows.
 
@@ -106,6 +89,7 @@ class RunReport:
         notices: The newest 200, oldest first.
         times: Where the wall time went, with the uses inside of steps; None if the waterfall says it.
         conclusion: What the log says in words; `flopwatch why` says the same.
+        exact: Whether the FLOPs of all windows are exact; None if no window has FLOPs.
         provenances: How FLOPs and peak were found, one record for each change.
         torn_lines: Number of lines of the log that could not be read.
         earlier_step: The last step of an earlier run in the same log, which is left out; None if there is none.
@@ -128,7 +112,8 @@ class RunReport:
     waterfall: Waterfall | None
     times: Times | None
     conclusion: Conclusion
-    exactness: ExactWindows
+    exact: bool | None
+    why_not_exact: tuple[str, ...]
     provenances: tuple[Provenance, ...]
     torn_lines: int = 0
     earlier_step: int | None = None
@@ -160,7 +145,7 @@ def read_report(
     collector.finish(log)
     waterfall, start = waterfall_of(log, traces), log.starts[-1] if log.starts else None
     seconds = seconds_of(log)
-    newest, exact = collector.newest, collector.exact
+    newest, (is_exact, reasons) = collector.newest, exactness_of(log)
     return RunReport(
         log=str(log.path),
         state=standing(start, log.summary),
@@ -169,7 +154,7 @@ def read_report(
         first_step=collector.first_step,
         last_step=newest.step if newest is not None else None,
         steps=collector.steps,
-        windows=exact.total(),
+        windows=collector.windows,
         wall_seconds=seconds.get("wall"),
         curves=collector.curves(),
         values=collector.values,
@@ -178,7 +163,8 @@ def read_report(
         waterfall=waterfall,
         times=times_of(log, traces) if waterfall is None else None,
         conclusion=conclusion_of(log, waterfall),
-        exactness=ExactWindows(exact[True], exact[False], exact[None], dict(collector.notes.most_common(MOST_NOTES))),
+        exact=is_exact,
+        why_not_exact=reasons[:MOST_NOTES],
         provenances=_changes(log.provenances),
         torn_lines=log.torn_lines,
         earlier_step=log.earlier_step,
@@ -252,8 +238,8 @@ class _Collector:
         self.first_step: int | None = None
         self.values: dict[str, tuple[Number, int]] = {}
         self._makers: dict[str, CurveMaker] = {}
-        self.exact: Counter[bool | None] = Counter()
-        self.notes: Counter[str] = Counter()
+        self.windows = 0
+        self._has_inexact = False
 
     def take(self, row: Row) -> Row | None:
         """Add a row; returns it if it is the newest or the newest that is not exact, which the waterfall needs."""
@@ -262,10 +248,10 @@ class _Collector:
         self.steps = max(self.steps, row.steps_done)
         self.first_step = numbers[0]
         self._add_points(row, numbers)
-        self.exact[row.exact] += 1
-        if len(self.notes) < 10 * MOST_NOTES:
-            self.notes.update(row.notes)
-        return row if is_newest or (row.exact is False and self.exact[False] == 1) else None
+        self.windows += 1
+        is_newest_inexact = row.exact is False and not self._has_inexact
+        self._has_inexact = self._has_inexact or is_newest_inexact
+        return row if is_newest or is_newest_inexact else None
 
     def _add_points(self, row: Row, numbers: Sequence[int]) -> None:
         times = _timed_seconds(row)

@@ -21,7 +21,6 @@ from flopwatch.text import one_line
 
 _MOST_PROVENANCES = 10
 _MOST_WARNINGS = 8
-_MOST_SETTINGS = 80
 _LONGEST = 600
 _ALL_ROWS = doc.Most(24, 60, 10_000)
 
@@ -52,7 +51,6 @@ def run_json(report: RunReport) -> str:
     content = record_fields(report)
     content["curves"] = tuple(report.curves.values())
     content["values"] = {key: {"value": value, "step": step} for key, (value, step) in report.values.items()}
-    content["notices"] = tuple(notice.to_json() for notice in report.notices)
     content["starts"] = tuple(start.to_json() for start in report.starts)
     content["provenances"] = tuple(record.to_json() for record in report.provenances)
     content["means"] = {key: curve.mean for key, curve in report.curves.items()}
@@ -139,8 +137,7 @@ def _curves(report: RunReport) -> Iterator[doc.Part]:
         yield doc.Section(Said("Over time"), [doc.Text(Said("The log has no logging window yet."))], "curves")
         return
     said = [doc.Text(sentence) for sentence in (counter_sentences(report.counters) if report.counters else ())]
-    about = doc.Text(Said("By step; point at a chart to see its values and the time of day."), "soft")
-    charts = doc.Only(("html",), [about, doc.Panels(list(charts_of(report)))])
+    charts = doc.Only(("html",), [doc.Panels(list(charts_of(report)))])
     yield doc.Section(Said("Over time"), [charts, *said], "curves")
 
 
@@ -169,12 +166,7 @@ def _metrics(report: RunReport) -> Iterator[doc.Part]:
 
 
 def _place_section(report: RunReport) -> doc.Section:
-    parts: list[doc.Part] = [doc.Facts(words.places(report))]
-    if report.start is not None and report.start.config:
-        settings = words.setting_texts(dict(list(report.start.config.items())[:_MOST_SETTINGS]))
-        listed = doc.Section(Said("Configuration of the monitor"), [doc.Facts(settings)], is_open=False)
-        parts.append(doc.Only(("html",), [listed]))
-    return doc.Section(Said("What ran where"), parts, "where")
+    return doc.Section(Said("What ran where"), [doc.Facts(words.places(report))], "where")
 
 
 def _provenance_section(report: RunReport) -> doc.Section:
@@ -193,13 +185,6 @@ def _provenance_section(report: RunReport) -> doc.Section:
             )
         )
     ]
-    if report.exactness.notes:
-        rows = [(note, f"{windows:,}") for note, windows in report.exactness.notes.items()]
-        parts.append(
-            doc.Section(
-                Said("Why FLOPs are not exact"), [doc.Grid((Said("reason"), *doc.numbers("logging windows")), rows)]
-            )
-        )
     parts += [doc.Facts(words.provenance_facts(record)) for record in report.provenances[-_MOST_PROVENANCES:]]
     if not report.provenances:
         parts.append(doc.Text(Said("The log does not say how FLOPs and peak were found.")))

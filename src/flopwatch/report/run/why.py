@@ -3,7 +3,7 @@
 `why` says where the rest of the peak went, or where the time went if MFU is unknown; `explain` how an MFU was computed.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +15,6 @@ from flopwatch.present.document import Cell, Document, Facts, Grid, Items, Part,
 from flopwatch.present.notebook import html_table
 from flopwatch.records import metrics
 from flopwatch.records.flops import PEAK_WORDS
-from flopwatch.records.metrics import Goodput
 from flopwatch.records.time_uses import USES
 from flopwatch.runs import advice
 from flopwatch.runs.counters import counter_sentences, counters_of
@@ -227,7 +226,6 @@ def explanation_document(explanation: Explanation) -> Document:
             Said("{what}: {facts}", what=in_words(WHAT_RAN, name), facts=text)
             for name, text in explanation.what_ran.items()
         ),
-        Said("goodput"): _goodput(explanation.goodput) if explanation.goodput is not None else (),
     }
     facts = [
         (label if place == 0 else "", text)
@@ -331,14 +329,7 @@ def _seconds(explanation: Explanation) -> Iterator[str]:
             why=reason,
         )
         yield left_out
-    apart = Said("Time for pauses, evaluation, checkpoints and counting FLOPs is not included.")
-    spent = _uses(explanation.other_seconds.items())
-    yield sentences([apart, Said("The run has spent so far: {uses}.", uses=spent) if spent else ""])
-
-
-def _uses(seconds_by_use: Iterable[tuple[str, float]]) -> str:
-    each = Said("{use} {seconds:,.1f} s")
-    return commas(each.filled(use=USES[key].name, seconds=seconds) for key, seconds in seconds_by_use)
+    yield Said("Time for pauses, evaluation, checkpoints and counting FLOPs is not included.")
 
 
 def _peak(explanation: Explanation) -> Iterator[str]:
@@ -407,17 +398,6 @@ def _counting(explanation: Explanation) -> Iterator[str]:
     yield from (Said("Note: {note}", note=note) for note in provenance.notes)
     if explanation.torn_lines:
         yield Said("{lines} incomplete lines of the log were skipped", lines=explanation.torn_lines)
-
-
-def _goodput(goodput: Goodput) -> Iterator[str]:
-    since = Said("{seconds:,.1f} s since the first process started", seconds=goodput.wall_seconds)
-    if goodput.caveat is not None and "between" in goodput.lost_seconds:
-        since = Said("{seconds:,.1f} s (of {since})", seconds=goodput.known_seconds, since=since)
-    yield Said("{share} of {since}", share=percent(goodput.share, decimals=2), since=since)
-    if losses := _uses(goodput.largest_losses()):
-        yield Said("Largest losses: {uses}.", uses=losses)
-    if goodput.caveat is not None:
-        yield goodput.caveat
 
 
 def _division(name: str, numerator: str, division: Quotient | None, explanation: Explanation) -> list[Part]:

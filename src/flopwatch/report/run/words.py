@@ -106,7 +106,7 @@ def state_sentence(report: RunReport) -> str:
 
 def tiles(report: RunReport) -> Iterator[tuple[str, str]]:
     """The main numbers, each with the words that say what it is; `~` marks those of FLOPs that are not exact."""
-    about = "~" if report.exactness.inexact_windows else ""
+    about = "~" if report.exact is False else ""
     whole = report.waterfall.mfu_percent if report.waterfall else None
     of_wall = Said("{share} of the whole wall time", share=f"{about}{percent((whole or 0) / 100)}")
     rate = report.times.flops_per_second if report.times is not None else None
@@ -150,8 +150,8 @@ def warnings(report: RunReport) -> list[str]:
                 step=curve.broken_at_step,
             )
             found.append(broken)
-    if report.exactness.inexact_windows:
-        found.append(sentences([exact_sentence(report), Said("The reasons are under Provenance.")]))
+    if report.exact is False:
+        found.append(exact_sentence(report))
     return found
 
 
@@ -181,20 +181,12 @@ def setting_text(value: Any) -> str:
 
 
 def exact_sentence(report: RunReport) -> str:
-    counts = report.exactness
-    known = counts.exact_windows + counts.inexact_windows
-    if not known:
+    if report.exact is None:
         return Said("No logging window says whether its FLOPs are exact.")
-    windows = counted(known, "{n} logging window", "{n} logging windows")
-    text = Said("The FLOPs are exact in {exact:,} of {windows}", exact=counts.exact_windows, windows=windows)
-    if not counts.inexact_windows:
-        text = (
-            Said("The FLOPs are exact in all {windows}", windows=windows) if known > 1 else Said("The FLOPs are exact")
-        )
-    more: str = ""
-    if counts.unknown_windows:
-        more = counted(counts.unknown_windows, "{n} more window without FLOPs", "{n} more windows without FLOPs")
-    return Said("{sentence}.", sentence=semicolons([text, more]))
+    if report.exact:
+        return Said("The FLOPs are exact.")
+    why = [shortened(reason, _LONGEST) for reason in report.why_not_exact]
+    return Said("The FLOPs are not exact: {why}.", why=semicolons(why)) if why else Said("The FLOPs are not exact.")
 
 
 def provenance_facts(record: Provenance) -> list[tuple[str, str]]:

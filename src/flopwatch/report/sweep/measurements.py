@@ -1,15 +1,13 @@
-"""What the report of a sweep says about a group of comparable trials: which sizes fit, matrices, limits, privacy."""
+"""What the report of a sweep says about a group of comparable trials: matrices, limits, privacy."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import log
 
 from flopwatch.language import Said, sentences
-from flopwatch.numbers import UNKNOWN, byte_size, number
+from flopwatch.numbers import UNKNOWN, byte_size
 from flopwatch.present import document as doc
-from flopwatch.present import svg
 from flopwatch.report.cells import (
     ShownMetric,
     best_trials,
@@ -23,7 +21,6 @@ from flopwatch.report.cells import (
 )
 from flopwatch.report.records import FrontierPoint, Group, PrivacyRow, TrialCell
 from flopwatch.report.summary import MOST_COLUMNS
-from flopwatch.report.verdicts import configuration
 
 _ROWS = doc.Most(24, 60, 60)
 _SIZES = (doc.Head(Said("sequence"), is_number=True, short=Said("seq")), *doc.numbers("batch"))
@@ -32,7 +29,6 @@ _SIZES = (doc.Head(Said("sequence"), is_number=True, short=Said("seq")), *doc.nu
 def group_parts(group: Group, metrics: Sequence[ShownMetric]) -> list[doc.Part]:
     group = narrowed(group)
     return [
-        doc.Only(("html",), doc.Lazy([group], size_maps)),
         *_matrices(group, metrics or known_metrics(group)),
         _frontier(group),
         *_privacy(group),
@@ -127,62 +123,6 @@ def frontier_words(point: FrontierPoint) -> str:
     word = outcome_word("oom_inferred" if point.is_inferred else "oom_device")
     limit = Said("{ran} ({size} {outcome})") if point.is_monotone else Said("{ran} ({size} {outcome}) !")
     return limit.filled(ran=ran, size=point.smallest_oom, outcome=word)
-
-
-_MAP = Said("Peak memory in GiB; darker means more. A trial that is not ok shows its outcome instead.")
-_MOST_CELLS = 24
-_SHADES = 7
-_LEAST_SPAN = 8
-"""The shades span at least this factor, because peaks that differ little must not look like white and navy."""
-
-
-def size_maps(group: Group) -> doc.Panels:
-    peaks = [cell.peak_bytes for cell in group.cells if cell.peak_bytes]
-    span = (min(*peaks, max(1, max(peaks) // _LEAST_SPAN)), max(peaks)) if peaks else (1, 1)
-    seqs, batches = doc.evenly(group.seq_lens, _MOST_CELLS), doc.evenly(group.batch_sizes, _MOST_CELLS)
-    if len(seqs) * len(batches) < 2:
-        return doc.Panels([])
-    cells = {name: {(c.seq_len, c.batch_size): c for c in group.cells if c.trainer == name} for name in group.trainers}
-    drawn = [_map(name, seqs, batches, own, span) for name, own in cells.items()]
-    return doc.Panels(drawn, Said("Which sizes fit"), _MAP)
-
-
-def _map(
-    trainer: str, seqs: list[int], batches: list[int], cells: Mapping[tuple[int, int], TrialCell], span: tuple[int, int]
-) -> doc.Drawing:
-    left, width = 40.0, 300.0
-    across, high = (width - left - 4) / len(seqs), min(26.0, max(9.0, 260 / len(batches)))
-    parts, bottom = [], len(batches) * high
-    for row, batch in enumerate(reversed(batches)):
-        if len(batches) <= 14 or row % 2 == 0:
-            parts.append(svg.text(left - 6, row * high + high / 2 + 3.5, str(batch), anchor="end"))
-        for column, seq in enumerate(seqs):
-            if cell := cells.get((seq, batch)):
-                parts.append(_map_cell(cell, left + column * across, row * high, across, high, span))
-    every = max(1, -(-len(seqs) // 8))
-    for column, seq in list(enumerate(seqs))[::every]:
-        parts.append(svg.text(left + (column + 0.5) * across, bottom + 13, str(seq), anchor="middle"))
-    parts.append(svg.text((left + width) / 2, bottom + 28, Said("sequence"), anchor="middle", style="title"))
-    parts.append(svg.text(left - 6, bottom + 13, Said("batch"), anchor="end", style="title"))
-    return doc.Drawing(trainer, "", "".join(parts), width, bottom + 34)
-
-
-def _map_cell(cell: TrialCell, x: float, y: float, across: float, high: float, span: tuple[int, int]) -> str:
-    where = Said("{configuration}, sequence {length}", configuration=configuration(cell), length=cell.seq_len)
-    has_room = across >= 30 and high >= 14
-    label = partial(svg.text, x + across / 2, y + high / 2 + 3.5, anchor="middle")
-    if cell.outcome == "ok":
-        shade, (least, most) = 0, span
-        if cell.peak_bytes is not None and most > least:
-            shade = min(_SHADES - 1, int(_SHADES * log(cell.peak_bytes / least) / log(most / least)))
-        words = number(cell.peak_bytes / 2**30) if cell.peak_bytes else "ok"
-        tip = Said("{where}\npeak {size}", where=where, size=byte_size(cell.peak_bytes))
-        drawn = svg.rect(x, y, across - 1.5, high - 1.5, f"s{shade}", tip)
-        return drawn + (label(words, style="td" if shade > 3 else "tl") if has_room else "")
-    kind = outcome_class(cell.outcome)
-    drawn = svg.rect(x + 0.6, y + 0.6, across - 2.7, high - 2.7, f"c-{kind}", "")
-    drawn += label(outcome_word(cell.outcome) if has_room else "×", style=f"t-{kind}")
-    return drawn + svg.tip_area(x, y, across, high, Said("{where}\n{outcome}", where=where, outcome=cell.outcome))
 
 
 def _privacy(group: Group) -> Iterator[doc.Part]:

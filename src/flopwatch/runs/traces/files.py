@@ -8,11 +8,9 @@ not answer one that is older than the rank itself.
 import os
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from flopwatch.decode import read_or_none
 from flopwatch.errors import InputError
 from flopwatch.files import read_object, write_json
 from flopwatch.runs.log_file import NoLogError, find_log
@@ -25,9 +23,7 @@ TRACES = "traces"
 MOST_STEPS = 10
 """A trace contains at most this many steps, because a longer one would take gigabytes."""
 _REQUEST = "request.json"
-_NANOSECONDS_PER_SECOND = 1e9
 _TRACE_NAME = re.compile(r"step(\d+)_rank(\d+)\.pt\.trace\.json\.gz")
-_CACHE_FORMAT = 5
 
 
 def write_request(folder: Path, steps: int) -> Path:
@@ -88,19 +84,14 @@ def traces_of(run_dir: str | Path) -> Path:
 def newest_files(folder: Path) -> dict[int, Path]:
     found: dict[int, tuple[int, Path]] = {}
     for path in folder.glob("step*.pt.trace.json.gz"):
-        name = _TRACE_NAME.fullmatch(path.name)
-        written = _written(path)
-        if name is not None and written is not None:
+        if name := _TRACE_NAME.fullmatch(path.name):
             rank = int(name[2])
-            found[rank] = max(found.get(rank, (-1, path)), (written[1], path))
+            found[rank] = max(found.get(rank, (-1, path)), (path.stat().st_mtime_ns, path))
     return {rank: found[rank][1] for rank in sorted(found)}
 
 
 def newest_traces(run_dir: str | Path) -> tuple[TraceSplit, ...]:
-    """The split of the newest trace of each rank of a run, in the order of the ranks; empty without traces.
-
-    What was read is kept beside each trace, as `<trace>.split.json`, so that a trace is read once.
-    """
+    """The split of the newest trace of each rank of a run, in the order of the ranks; empty without traces."""
     try:
         folder = traces_of(run_dir)
     except NoLogError:
@@ -109,7 +100,7 @@ def newest_traces(run_dir: str | Path) -> tuple[TraceSplit, ...]:
 
 
 def splits_of(paths: Iterable[Path]) -> tuple[TraceSplit, ...]:
-    return tuple(map(_split_of, paths))
+    return tuple(replace(read_trace(path), written_unix_time=path.stat().st_mtime) for path in paths)
 
 
 def usable_traces(run_dir: str | Path, files: Sequence[str] = ()) -> tuple[tuple[TraceSplit, ...], list[str]]:
@@ -129,27 +120,3 @@ def traces_of_log(log: RunLog, traces: Sequence[TraceSplit]) -> tuple[Sequence[T
     older = [one_line(trace.file) for trace in traces if trace not in used]
     note = f"The trace {older[0]} is older than this run and of an earlier one, so it is not used." if older else ""
     return used, [note] if note else []
-
-
-def _written(path: Path) -> tuple[int, int] | None:
-    """Bytes and time of a file; None if it does not exist (any more)."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_size, found.st_mtime_ns
-
-
-def _split_of(path: Path) -> TraceSplit:
-    beside, written = path.with_name(f"{path.name}.split.json"), _written(path)
-    content = read_object(beside)
-    if content.get("format") == _CACHE_FORMAT and written is not None and content.get("trace") == list(written):
-        kept = read_or_none(TraceSplit, content.get("split"))
-        if kept is not None:
-            return kept
-    when = None if written is None else written[1] / _NANOSECONDS_PER_SECOND
-    split = replace(read_trace(path), written_unix_time=when)
-    # If the folder belongs to somebody else or the disk is full, the trace is read again next time.
-    with suppress(OSError):
-        write_json(beside, {"format": _CACHE_FORMAT, "trace": written, "split": split.to_json()})
-    return split
