@@ -97,10 +97,6 @@ def test_measuring_prints_the_measured_peak_and_keeps_it(flopwatch):
     assert measure_peak("cpu", "fp32").to_json() == peak
 
 
-def test_the_version_is_printed(flopwatch):
-    assert flopwatch("--version") == (0, f"flopwatch {package.__version__}\n", "")
-
-
 def test_help_names_the_commands(flopwatch):
     status, out, _ = flopwatch("--help")
     assert status == 0
