@@ -10,6 +10,7 @@ at once, as in `never_twice.py`.
 import argparse
 import contextlib
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -157,6 +158,7 @@ def main() -> None:
     print("clean" if tally.is_clean else f"NOT CLEAN, see {root}", tally)
     if not tally.is_clean:
         sys.exit(1)
+    shutil.rmtree(root)
 
 
 if __name__ == "__main__":
