@@ -34,13 +34,6 @@ def test_the_first_line_tells_failed_cancelled_and_missing_apart():
     )
 
 
-def test_a_host_whose_clock_stands_in_1970_makes_the_wall_time_unknown_and_not_56_years():
-    now = 1.78e9
-    summary = summary_of(ran("standard", 4, 512, unix_time=now), ran("standard", 8, 512, unix_time=100.0))
-    assert summary.totals.wall_seconds is None
-    assert summary.totals.trial_seconds == 20.0
-
-
 def test_time_spent_adds_up_and_the_clock_runs_from_the_first_start_to_the_last_end():
     summary = summary_of(
         ran("standard", 4, 512, unix_time=1000.0),

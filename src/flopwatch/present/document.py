@@ -239,8 +239,6 @@ class Drawing(NamedTuple):
 
 class Panels(NamedTuple):
     drawings: Sequence[Drawing]
-    title: str = ""
-    remark: str = ""
 
 
 class Section(NamedTuple):

@@ -156,10 +156,7 @@ class _Html(doc.Renderer[str]):
         )
 
     def panels(self, part: doc.Panels) -> Iterator[str]:
-        if part.drawings:
-            head = f"<h3>{esc(part.title)}</h3>{_paragraph(part.remark)}" if part.title else ""
-            panels = f'<div class="panels">{"".join(self.parts(part.drawings))}</div>'
-            yield f"{head}{panels}"
+        yield f'<div class="panels">{"".join(self.parts(part.drawings))}</div>'
 
 
 def _head(columns: Sequence[doc.Head]) -> str:

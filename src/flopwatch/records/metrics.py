@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from flopwatch.language import Said, Templates
+from flopwatch.language import Said
 from flopwatch.records.time_uses import LOST
 
 Group = Literal["training", "perf", "counters", "total", "time", "ranks", "dataset"]
@@ -140,34 +140,6 @@ _ALL = (
 )
 
 METRICS = {metric.key: metric for metric in _ALL}
-
-_LEAST_ADVISED_PERCENT = {
-    "perf/input_wait_percent": 10.0,
-    "perf/padding_percent": 30.0,
-    "perf/recompute_percent": 30.0,
-}
-_ADVICE: Templates = {
-    "perf/input_wait_percent": "{share:.0f} % of the step waits for input: prepare batches ahead, in other processes "
-    "or in more of them",
-    "perf/padding_percent": "{share:.0f} % of the tokens are padding: pack sequences, or batch similar lengths",
-    "perf/recompute_percent": "{share:.0f} % of the FLOPs are recomputed: checkpoint fewer layers if memory allows",
-}
-
-
-def advice(values: Mapping[str, float]) -> str | None:
-    """One sentence about what costs a training most, and what to change; None if nothing costs much.
-
-    >>> advice({"perf/input_wait_percent": 67.2, "perf/padding_percent": 5.0})
-    '67 % of the step waits for input: prepare batches ahead, in other processes or in more of them'
-    >>> advice({"perf/input_wait_percent": 2.0}) is None
-    True
-    """
-    costly = [(values[key], key) for key, least in _LEAST_ADVISED_PERCENT.items() if values.get(key, 0.0) > least]
-    if not costly:
-        return None
-    share, key = max(costly)
-    return Said(_ADVICE[key], share=share)
-
 
 _OF_DATASETS = {
     "loss": Metric("dataset/*/loss", "", "Mean loss of this dataset's samples in the window.", basic=True),

@@ -65,7 +65,7 @@ class SweepTotals:
         by_outcome: Number of trials with each outcome; `missing` means that a trial has no result yet.
         trial_seconds: Sum of the durations of all trials and their earlier attempts, also of those that ran at the same
             time.
-        wall_seconds: Time from the first start to the last end; None if the clock of a machine is clearly wrong.
+        wall_seconds: Time from the first start to the last end, by the clocks of the hosts; None if no trial ran.
     """
 
     trials: int

@@ -115,22 +115,18 @@ def _privacy_rows(trials: Iterable[tuple[str, TrialResult]]) -> tuple[PrivacyRow
     return tuple(sorted(rows, key=lambda row: (row.batch_size, row.spent.noise_multiplier or 0.0)))
 
 
-_LONGEST_SWEEP_SECONDS = 5 * 365 * 86400.0
-"""A longer duration means that a clock is wrong, for example that it was reset to 1970."""
-
-
 def _totals(results: Sequence[TrialResult], missing: int) -> SweepTotals:
     counts = Counter(str(result.outcome) for result in results) + Counter(missing=missing)
     attempts = [attempt for result in results for attempt in result.earlier_attempts]
     lives = [(result.unix_time, cells.positive(result.seconds) or 0.0) for result in results]
     lives += [(cells.positive(one.get("unix_time")), cells.positive(one.get("seconds")) or 0.0) for one in attempts]
     ran = [(start, start + seconds) for start, seconds in lives if start is not None]
-    first, last = min((start for start, _ in ran), default=-1.0), max((end for _, end in ran), default=0.0)
+    ends = [end for _, end in ran]
     return SweepTotals(
         trials=len(results) + missing,
         by_outcome=dict(counts.most_common()),
         trial_seconds=sum(seconds for _, seconds in lives),
-        wall_seconds=last - first if first >= 0 and last - first < _LONGEST_SWEEP_SECONDS else None,
+        wall_seconds=max(ends) - min(ran)[0] if ran else None,
     )
 
 

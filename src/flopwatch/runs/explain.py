@@ -1,4 +1,4 @@
-"""Explain how an MFU in a log was computed: FLOPs, seconds, peak, tokens, and the division.
+"""Explain how an MFU in a log was computed: FLOPs, seconds, peak, and the division.
 
 The MFU belongs to one step or to one logging window. The numbers of a window are sums over those of its steps that are
 timed, are not warm-up, and have known FLOPs.
@@ -50,7 +50,6 @@ class Explanation(Stored):
         is_warm_up: True for a single warm-up step, which does not count towards the MFU of its window.
         tokens: Number of positions in the batches, including padding.
         real_tokens: Number of positions without padding.
-        trainable_tokens: Number of positions whose label is not -100.
         exact: Whether the FLOPs of the window are exact; `notes` say why not.
         unknown: For each unknown value, the reason why it is unknown.
         torn_lines: Number of lines of the log that could not be read.
@@ -75,10 +74,8 @@ class Explanation(Stored):
     seconds: float | None
     input_wait_seconds: float | None
     is_warm_up: bool
-    samples: int | None
     tokens: int | None
     real_tokens: int | None
-    trainable_tokens: int | None
     provenance: Provenance | None
     mfu: Quotient | None
     hfu: Quotient | None
@@ -191,7 +188,7 @@ def _with_peak_of(row: Row, provenance: Provenance | None) -> Provenance | None:
 
 _SUMMED = (
     *("model_flops", "hardware_flops", "recompute_flops", "seconds", "input_wait_seconds"),
-    *("samples", "tokens", "real_tokens", "trainable_tokens"),
+    *("tokens", "real_tokens"),
 )
 
 
@@ -226,11 +223,6 @@ def _unknown(sums: Cells, provenance: Provenance | None, left_out: Mapping[int, 
             "flopwatch has no peak FLOP/s for {device}: give it now with --peak-tflops, or measure it with `flopwatch "
             "peak --measure`",
             device=str(device) if device else Said("this device"),
-        )
-    if sums["tokens"] is None and sums["seconds"] is not None:
-        reasons["tokens"] = Said(
-            "the shape of the batch was not logged: a TrainingMonitor in the loop logs it, if batch= or "
-            "attention_mask= is passed to its log_step"
         )
     return reasons
 

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from flopwatch.language import Said, Templates, _, commas, counted, semicolons
 from flopwatch.numbers import count, duration, energy, flop_rate, flops, number, percent, step_time
-from flopwatch.records.metrics import advice
 from flopwatch.records.run import Notice, Provenance, Record, Row, RunStart, Summary
 from flopwatch.sinks.protocol import Sink
 from flopwatch.text import cells
@@ -118,7 +117,6 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
             Said("input wait"),
             Said("{share} of the time in steps", share=_percent(wait)) if wait > LONG_WAIT_PERCENT else None,
         ),
-        (Said("advice"), advice(values)),
         (Said("tokens"), of("total/tokens", count)),
         (Said("tokens/s"), of("perf/tokens_per_second", count)),
         (Said("model FLOPs"), of("total/model_flops", flops)),

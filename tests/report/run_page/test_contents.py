@@ -46,11 +46,6 @@ def test_the_wall_time_is_divided_as_at_the_end_of_the_run(report):
     assert report.goodput.lost_seconds == lost | {"other": 0.0}
 
 
-def test_a_provenance_that_a_resumed_session_repeats_is_one(report):
-    assert [record.step for record in report.provenances] == [1]
-    assert len(report.starts) == 2
-
-
 def test_metrics_of_the_user_have_a_curve_and_a_value(report):
     assert report.values["training/<temperature>"] == (0.5, 7)
     assert report.curves["training/<temperature>"].mean == 0.5

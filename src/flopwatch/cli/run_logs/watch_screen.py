@@ -9,7 +9,7 @@ from rich.text import Text
 
 from flopwatch.language import _
 from flopwatch.numbers import UNKNOWN, count, duration, flop_rate, number, percent, step_time
-from flopwatch.records.metrics import Goodput, advice, goodput_of
+from flopwatch.records.metrics import Goodput, goodput_of
 from flopwatch.records.run import Notice
 from flopwatch.records.time_uses import USES
 from flopwatch.runs.reading import earlier_run_note
@@ -232,8 +232,7 @@ def _parts_of(goodput: Goodput) -> dict[str, float]:
 def _notices(run: WatchedRun, width: int) -> Iterator[Text]:
     ended_by = run.summary.ended_by if run.summary is not None else None
     first = [Notice(None, "error", "ended", ended_by)] if ended_by is not None and ":" in ended_by else []
-    advised = None if run.row is None else advice(run.row.values)
-    last = [] if advised is None else [Notice(None, "info", "advice", advised)]
+    last = []
     if note := earlier_run_note(run.earlier_step):
         first.append(Notice(None, "info", "earlier_run", note))
     if run.row is not None and run.row.notes:

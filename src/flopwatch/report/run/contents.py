@@ -1,7 +1,7 @@
 """What the report of a run contains, collected in one pass over its log. No part grows with the length of the log."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
@@ -165,20 +165,11 @@ def read_report(
         conclusion=conclusion_of(log, waterfall),
         exact=is_exact,
         why_not_exact=reasons[:MOST_NOTES],
-        provenances=_changes(log.provenances),
+        provenances=log.provenances,
         torn_lines=log.torn_lines,
         earlier_step=log.earlier_step,
         counters=counters_of(log),
     )
-
-
-def _changes(provenances: Sequence[Provenance]) -> tuple[Provenance, ...]:
-    """The records that differ from the one before; a resumed session writes its record again."""
-    changed: list[Provenance] = []
-    for record in provenances:
-        if not changed or replace(record, step=changed[-1].step) != changed[-1]:
-            changed.append(record)
-    return tuple(changed)
 
 
 class CurveMaker:

@@ -19,7 +19,6 @@ from flopwatch.runs.reading import earlier_run_note
 from flopwatch.runs.waterfall import Loss, Waterfall
 from flopwatch.text import one_line
 
-_MOST_PROVENANCES = 10
 _MOST_WARNINGS = 8
 _LONGEST = 600
 _ALL_ROWS = doc.Most(24, 60, 10_000)
@@ -185,7 +184,8 @@ def _provenance_section(report: RunReport) -> doc.Section:
             )
         )
     ]
-    parts += [doc.Facts(words.provenance_facts(record)) for record in report.provenances[-_MOST_PROVENANCES:]]
-    if not report.provenances:
+    if report.provenance is None:
         parts.append(doc.Text(Said("The log does not say how FLOPs and peak were found.")))
+    else:
+        parts.append(doc.Facts(words.provenance_facts(report.provenance)))
     return doc.Section(Said("Provenance of the numbers"), parts, "provenance", Said("Provenance"))

@@ -13,7 +13,6 @@ from flopwatch.language import Said, Templates, _, ands, commas, counted, in_wor
 from flopwatch.numbers import count, duration, flop_rate, number, percent, step_time
 from flopwatch.present.document import Cell, Document, Facts, Grid, Items, Part, Section, Text, Verbatim, numbers
 from flopwatch.present.notebook import html_table
-from flopwatch.records import metrics
 from flopwatch.records.flops import PEAK_WORDS
 from flopwatch.records.time_uses import USES
 from flopwatch.runs import advice
@@ -220,7 +219,6 @@ def explanation_document(explanation: Explanation) -> Document:
         Said("hardware FLOPs"): _flops(explanation, "hardware"),
         Said("seconds"): _seconds(explanation),
         Said("peak"): _peak(explanation),
-        Said("tokens"): _tokens(explanation),
         Said("counting"): _counting(explanation),
         Said("what ran"): (
             Said("{what}: {facts}", what=in_words(WHAT_RAN, name), facts=text)
@@ -314,9 +312,6 @@ def _seconds(explanation: Explanation) -> Iterator[str]:
     if explanation.seconds is not None and explanation.input_wait_seconds is not None:
         wait = Said("of which {seconds:.6g} s were spent waiting for the batch")
         yield wait.filled(seconds=explanation.input_wait_seconds)
-        share = explanation.input_wait_seconds / explanation.seconds if explanation.seconds else 0.0
-        if (sentence := metrics.advice({"perf/input_wait_percent": 100 * share})) is not None:
-            yield Said("{sentence}.", sentence=sentence)
     if explanation.is_warm_up:
         yield Said("This is a warm-up step, or it was counted as it ran, so no MFU in the log includes it.")
     for reason in sorted(set(explanation.left_out.values())):
@@ -351,27 +346,6 @@ def _peak(explanation: Explanation) -> Iterator[str]:
         "{devices} devices, {rate:,.0f} FLOP/s in all", devices=devices, rate=devices * peak["flops_per_s"]
     )
     yield Said("1 device") if devices == 1 else all_devices
-
-
-def _tokens(explanation: Explanation) -> Iterator[str]:
-    if explanation.tokens is None:
-        yield _unknown(explanation, "tokens", Said("no step of this window is used"))
-        return
-    parts = [Said("{tokens:,} positions", tokens=explanation.tokens)]
-    for amount, what in (
-        (explanation.real_tokens, Said("not padding")),
-        (explanation.trainable_tokens, Said("with a label")),
-    ):
-        known = Said("{what}: unknown") if amount is None else Said("{tokens:,} {what}")
-        parts.append(known.filled(tokens=amount or 0, what=what))
-    if explanation.samples is not None:
-        parts.append(Said("in {samples:,} samples", samples=explanation.samples))
-    yield commas(parts)
-    if explanation.real_tokens is not None and explanation.tokens:
-        padding = percent(1 - explanation.real_tokens / explanation.tokens, decimals=2)
-        yield Said("padding {share}", share=padding)
-    if explanation.seconds:
-        yield Said("{rate:,.1f} positions per second", rate=explanation.tokens / explanation.seconds)
 
 
 def _counting(explanation: Explanation) -> Iterator[str]:
