@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from flopwatch.process import start_ticks
 from flopwatch.records.sweep_results import read_result
 from flopwatch.records.trial import Limits, TrialSpec
 from flopwatch.records.trial_files import trial_folder
@@ -201,32 +200,6 @@ def test_a_supervisor_without_a_spec_it_can_read_says_so_and_runs_nothing(sweep,
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "spec.json" in done.stderr
     assert sorted(os.listdir(file.parent)) == ([] if content is None else ["spec.json"])
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize("dies", ["supervisor", "runner"])
-def test_a_process_without_environment_does_not_outlive_guard_and_supervisor(tmp_path, monkeypatch, dies):
-    """The runner kills it before the next attempt, or the next runner does."""
-    monkeypatch.setenv("FLOPWATCH_SLOT_DIR", str(tmp_path / "slots"))
-    command = f"test -e {tmp_path}/go || (setsid env -i sh -c 'echo $$ > {tmp_path}/stray; exec sleep 600' & sleep 600)"
-    words = ["sweep", "--command", command, "--batch-size=1", "--seq-len=8", "-o", str(tmp_path / "s")]
-    runner = subprocess.Popen([sys.executable, "-m", "flopwatch", *words], stdout=subprocess.DEVNULL)
-    strays = tmp_path / "s/trials/Command_bs1_seq8/strays.json"
-    wait_until(strays.exists, "the supervisor has found the process")
-    stray = int((tmp_path / "stray").read_text())
-    assert [pid for pid, _ in json.loads(strays.read_text())["processes"]] == [stray]
-    supervisor = json.loads((strays.parent / "started.json").read_text())["pid"]
-    guard = int(Path(f"/proc/{supervisor}/stat").read_text().rpartition(")")[2].split()[1])
-    (tmp_path / "go").touch()
-    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none of them notices the others' end
-        for pid in (guard, supervisor, *([runner.pid] if dies == "runner" else [])):
-            os.kill(pid, number)
-    if dies == "runner":
-        runner.wait()
-        runner = subprocess.Popen([sys.executable, "-m", "flopwatch", *words], stdout=subprocess.DEVNULL)
-    assert runner.wait(120) == 0
-    assert start_ticks(stray) is None
-    assert left_behind(tmp_path / "s") == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

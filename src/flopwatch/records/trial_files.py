@@ -7,7 +7,7 @@ DIR/
   runner.json           process and progress of the latest runner
   report.html           written by `flopwatch report`
   trials/NAME/          spec.json, started.json, heartbeat.json, steps.jsonl, measured.json, exception.json,
-                        stacks.txt, strays.json, result.json; metrics.json of a command
+                        stacks.txt, result.json; metrics.json of a command
   logs/NAME.log         what the trial printed; of more than 8 MiB the beginning and the end
   runs/NAME/            TensorBoard scalars and the Kineto trace
   earlier/NAME.1/       an earlier attempt: its trials/NAME, its log as log.txt, its runs/NAME as run
@@ -36,8 +36,6 @@ METRICS = "metrics.json"
 STACKS = "stacks.txt"
 RANKS = "ranks.json"
 """How the processes of a trial ended that torchrun started."""
-STRAYS = "strays.json"
-"""Processes of the trial that have cleared their environment, so that only their pids identify them."""
 RESULT = "result.json"
 
 KEPT_LOG, KEPT_RUN = "log.txt", "run"

@@ -8,20 +8,24 @@ runners find the last one gone, only one takes its place.
 import contextlib
 import os
 import shlex
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from flopwatch.decode import clean_value
 from flopwatch.errors import FlopwatchError, InputError
 from flopwatch.files import append_line, is_full_disk, read_object, write_json
 from flopwatch.records.sweep_results import is_sweep_folder, read_result, read_trial_list
 from flopwatch.records.trial import FORMAT, TrialJob, TrialResult, TrialSpec
 from flopwatch.records.trial_files import (
     EARLIER,
+    KEPT_LOG,
+    KEPT_RUN,
     LOGS,
     RESULT,
     RESULTS,
@@ -31,9 +35,10 @@ from flopwatch.records.trial_files import (
     STARTED,
     SWEEP,
     TRIALS,
+    log_file,
+    run_folder,
     trial_folder,
 )
-from flopwatch.sweep.attempts import free_name, kill_strays, put_aside
 from flopwatch.sweep.claim import BEAT_SECONDS, Claim, is_elsewhere, trial_claim, visible_seconds
 from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.host.processes import check_system, kill_marked
@@ -248,7 +253,6 @@ def _clear_folder(trial: Trial) -> None:
     # An attempt that was not started is replaced: a job of it that starts later sees the new attempt, and leaves.
     is_bare = folder.is_dir() and [file.name for file in folder.iterdir()] == [SPEC]
     if os.path.lexists(folder) and not (is_bare and read_object(folder / SPEC).get("format") == FORMAT):
-        kill_strays(folder)
         kill_marked(trial_folder(trial.sweep.resolve(), trial.name))
         put_aside(trial.sweep, trial.name)
 
@@ -287,3 +291,48 @@ def record(sweep: Path, result: TrialResult) -> None:
 
 def result_file(sweep: Path, name: str) -> Path:
     return trial_folder(sweep, name) / RESULT
+
+
+Attempt: TypeAlias = Mapping[str, Any]
+"""An entry of `TrialResult.earlier_attempts`."""
+
+
+def listed_attempts(sweep: Path, name: str, key: str) -> tuple[Attempt, ...]:
+    """The attempts that `trials/NAME/spec.json` lists, oldest first. Empty if the file is for another `Trial.key`."""
+    job = read_object(trial_folder(sweep, name) / SPEC)
+    listed = job.get("earlier_attempts") if job.get("key") == key else None
+    return tuple(
+        clean_value(entry) for entry in (listed if isinstance(listed, list) else ()) if isinstance(entry, dict)
+    )
+
+
+def attempt_from(result: TrialResult, folder: str | None) -> Attempt:
+    """The entry for an attempt that ended; `folder` is where its files were moved, None if it left no files."""
+    return {
+        "outcome": result.outcome,
+        "reason": result.reason,
+        "host": result.evidence.get("host") or result.environment.get("host"),
+        "state": result.evidence.get("state") or result.evidence.get("error"),
+        "unix_time": result.unix_time,
+        "seconds": result.seconds,
+        "folder": folder,
+    }
+
+
+def put_aside(sweep: Path, name: str) -> str:
+    """Move the trial's folder, log and TensorBoard run to `earlier/NAME.N`; return that path relative to the sweep."""
+    place = free_name(sweep / EARLIER / name)
+    place.parent.mkdir(exist_ok=True)
+    trial_folder(sweep, name).rename(place)
+    moves = ((log_file(sweep, name), place / KEPT_LOG), (run_folder(sweep, name), place / KEPT_RUN))
+    for home, kept in moves if place.is_dir() else ():
+        if os.path.lexists(home) and not os.path.lexists(kept):
+            shutil.move(home, kept)
+    return str(place.relative_to(sweep))
+
+
+def free_name(place: Path) -> Path:
+    number = 1
+    while os.path.lexists(f"{place}.{number}"):
+        number += 1
+    return Path(f"{place}.{number}")

@@ -148,13 +148,3 @@ def test_the_smaller_of_two_equally_fast_batches_is_named():
         "No limit found up to 64: a batch of 64 fits.",
         "Fastest: 32, 410 samples/s (64 is not measurably faster).",
     ]
-
-
-def test_a_batch_at_the_edge_of_the_limit_may_fail_another_time_and_that_is_said():
-    probes = [Probe(8, True, "ok", "", 990 << 20, 1000 << 20), Probe(9, False, "oom_host", capacity_bytes=1000 << 20)]
-    said = sentences(found_with(probes, largest=8, too_large=9), 4096)
-    assert said[1:] == [
-        "That batch uses 99.0 % of the limit and may fail next time: memory varies by up to 3 % between runs."
-    ]
-    far = [Probe(8, True, "ok", "", 900 << 20, 1000 << 20), probes[1]]
-    assert len(sentences(found_with(far, largest=8, too_large=9), 4096)) == 1

@@ -11,7 +11,7 @@ from flopwatch.sweep.spec.matrix import expand, read_matrix
 from flopwatch.sweep.spec.names import trial_names
 from flopwatch.sweep.spec.parsing import needs_one_process
 from flopwatch.sweep.supervisor.ranks import RankEnd, first_cause
-from flopwatch.sweep.worker.rank_group import job_cost, job_peak
+from flopwatch.sweep.worker.rank_group import job_cost
 
 SMALL = {"model": "tiny", "batch_size": [8], "seq_len": [16]}
 
@@ -91,4 +91,3 @@ def test_what_one_process_does_not_know_nobody_knows_of_the_job():
     whole, half = StepCost(model_flops=10, hardware_flops=11), StepCost(model_flops=10, notes=("compiled",))
     cost = job_cost([whole, half])
     assert (cost.model_flops, cost.hardware_flops, cost.notes) == (20, None, ("compiled",))
-    assert job_peak([(True, None), (False, None)]) is None

@@ -26,9 +26,8 @@ from flopwatch.records.trial import TrialJob, TrialResult, TrialSpec, content_ke
 from flopwatch.records.trial_files import log_file
 from flopwatch.report.cells import epsilon_text
 from flopwatch.report.problems import above_peak
-from flopwatch.sweep.attempts import put_aside
 from flopwatch.sweep.fit import Found, Probe, fit_batch, with_host_limit
-from flopwatch.sweep.folder import Trial, has_begun, held_folder, prepare, record, write_trial_list
+from flopwatch.sweep.folder import Trial, has_begun, held_folder, prepare, put_aside, record, write_trial_list
 from flopwatch.sweep.host.environment import fingerprint
 from flopwatch.sweep.runner.observing import Stop
 from flopwatch.sweep.runner.plan import STOPPED, check_unchanged
@@ -213,10 +212,6 @@ def _rows(result: TrialResult) -> list[tuple[str, str]]:
     return [row for row in rows if row[1]]
 
 
-_EDGE = 0.03
-"""The memory of a trial differs by up to this share between runs (measured by benchmarks/sweeps/memory.py)."""
-
-
 def probe_line(probe: Probe) -> str:
     """The result of the trial with one batch size, in one line.
 
@@ -251,7 +246,7 @@ def sentences(found: Found, max_batch: int) -> list[str]:
     if found.largest is None:
         no_batch = [f"No batch fits: even a batch of 1 runs out of memory{_limit(found)}."]
         return [*said, *(no_batch if found.too_large == 1 else [])]
-    said += [_largest(found, max_batch), *_edge(found)]
+    said.append(_largest(found, max_batch))
     rate = next((probe.samples_per_s for probe in found.probes if probe.batch_size == found.fastest), None)
     if rate is not None:
         same = f" ({found.as_fast} is not measurably faster)" if found.as_fast is not None else ""
@@ -267,17 +262,6 @@ def _largest(found: Found, max_batch: int) -> str:
     if found.too_large is None:
         return f"No limit found up to {max_batch}: a batch of {found.largest} fits{barely}."
     return f"Largest batch that fits{barely}: {found.largest} ({found.too_large} does not{_limit(found, '; ')})."
-
-
-def _edge(found: Found) -> list[str]:
-    """A warning if the largest batch may not always fit, because memory varies a little between runs; else empty."""
-    largest = next((probe for probe in found.probes if probe.batch_size == found.largest), None)
-    is_on_host = any(probe.outcome == "oom_host" for probe in found.probes)
-    if not is_on_host or largest is None or largest.peak_bytes is None or not largest.capacity_bytes:
-        return []
-    used = percent(largest.peak_bytes / largest.capacity_bytes)
-    said = f"That batch uses {used} of the limit and may fail next time: memory varies by up to 3 % between runs."
-    return [said] if largest.peak_bytes / largest.capacity_bytes >= 1 - _EDGE else []
 
 
 def _limit(found: Found, before: str = ": ") -> str:

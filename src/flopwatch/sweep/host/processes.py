@@ -91,14 +91,14 @@ def marked_processes(trial_dir: Path) -> list[int]:
         spared.add(pid)
         stat = read_stat(pid)
         pid = stat.parent if stat is not None else 0
-    return [pid for pid in all_pids() if pid not in spared and is_marked(pid, trial_dir)]
+    return [pid for pid in all_pids() if pid not in spared and _is_marked(pid, trial_dir)]
 
 
-def is_marked(pid: int, trial_dir: Path) -> bool | None:
+def _is_marked(pid: int, trial_dir: Path) -> bool:
     try:
         return os.fsencode(f"{TRIAL_MARK}={trial_dir}") in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
-        return None
+        return False
 
 
 def kill_descendants(pid: int) -> list[int]:

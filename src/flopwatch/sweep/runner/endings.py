@@ -14,10 +14,9 @@ from typing import Any
 from flopwatch.files import read_object, tail
 from flopwatch.records.trial import TrialResult
 from flopwatch.records.trial_files import STARTED, log_file
-from flopwatch.sweep.attempts import kill_strays, listed_attempts
 from flopwatch.sweep.claim import trial_claim, visible_seconds
 from flopwatch.sweep.engines.protocol import Ended, ending_from_evidence, outcome_known_to_engine
-from flopwatch.sweep.folder import Trial, own_result
+from flopwatch.sweep.folder import Trial, listed_attempts, own_result
 from flopwatch.sweep.host.processes import kill_marked
 from flopwatch.sweep.supervisor.build_result import with_finished_steps
 
@@ -83,7 +82,6 @@ def result_of(trial: Trial, ended: Ended, *, is_cancelled: bool) -> TrialResult:
 
 def _result_without_supervisor(trial: Trial, evidence: Mapping[str, Any]) -> TrialResult:
     """Kill remaining processes of a trial whose supervisor wrote no result, and make a result from the evidence."""
-    kill_strays(trial.folder)
     kill_marked(trial.folder.resolve())
     outcome, reason = ending_from_evidence(evidence)
     began = read_object(trial.folder / STARTED).get("unix_time")

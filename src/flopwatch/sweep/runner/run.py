@@ -14,10 +14,20 @@ from pathlib import Path
 from flopwatch.clock import Clock, monotonic_seconds
 from flopwatch.records.trial import UNSETTLED, Outcome, TrialResult
 from flopwatch.records.trial_files import RESULTS
-from flopwatch.sweep.attempts import attempt_from, listed_attempts, put_aside
 from flopwatch.sweep.claim import BEAT_SECONDS, trial_claim
 from flopwatch.sweep.engines.protocol import Ended, Engine
-from flopwatch.sweep.folder import StillRunsError, Trial, check_held, has_begun, own_result, prepare, record
+from flopwatch.sweep.folder import (
+    StillRunsError,
+    Trial,
+    attempt_from,
+    check_held,
+    has_begun,
+    listed_attempts,
+    own_result,
+    prepare,
+    put_aside,
+    record,
+)
 from flopwatch.sweep.runner.endings import TRANSIENT, Endings, result_of
 from flopwatch.sweep.runner.observing import Observer, SafeObserver, Stop
 from flopwatch.sweep.runner.plan import (

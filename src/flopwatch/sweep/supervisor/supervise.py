@@ -25,7 +25,6 @@ from flopwatch.process import descendants
 from flopwatch.records.sweep_results import NewerFormatError, read_current
 from flopwatch.records.trial import AFTER_THE_STEPS, Limits, TrialJob, TrialResult, TrialSpec
 from flopwatch.records.trial_files import EXCEPTION, RESULT, SPEC, STACKS, STARTED, log_file, of_rank, trial_folder
-from flopwatch.sweep.attempts import Strays
 from flopwatch.sweep.claim import Claim, trial_claim, visible_seconds
 from flopwatch.sweep.host import processes as process_tree
 from flopwatch.sweep.host.memory import HostPeak, TreeMemory, limit_memory, own_oom_kills, resident
@@ -286,11 +285,9 @@ class _Watch:
 def _watch(trial: _Supervised, worker: "subprocess.Popen[bytes]", log: TrialLog) -> _Watch:
     is_command = trial.spec.trainer == "command"
     watch = _Watch(TreeMemory(trial.spec.limits.memory_bytes), is_command)
-    strays = Strays(trial.folder)
     while not process_tree.ends_within(worker, _TICK_SECONDS):
         is_ours = trial.claim.beat()
         watch.memory.sample()
-        strays.note(watch.memory.pids)
         # A command writes no heartbeat. Its progress is the number of printed bytes.
         watch.note(Progress("run", log.received_bytes) if is_command else read_progress(trial.folder))
         if why := trial.cancel() or ("" if is_ours else _SUPERSEDED):

@@ -94,23 +94,21 @@ class RankGroup:
         return model
 
     def peak(self, device: torch.device, peak_of: Callable[[], Peak | None]) -> Peak | None:
-        """The sum of the peak FLOP/s of all devices; `peak_of` returns that of this process's device."""
+        """For rank 0, the peak FLOP/s of all devices, which are alike; `peak_of` returns that of its device."""
         if self.size == 1:
             return peak_of()
         # Imported here, because it imports torch.distributed.fsdp, which takes a second.
         from flopwatch.monitor.ranks.layout import device_identity
 
-        # If several processes share a device, the first measures its peak, using as many threads as all of them have.
-        mine = device_identity(device)
-        devices = self.gathered((mine, torch.get_num_threads()))
-        first = [identity for identity, _ in devices].index(mine) == self.rank
-        peak = None
-        if first:
-            own, together = torch.get_num_threads(), sum(threads for identity, threads in devices if identity == mine)
-            torch.set_num_threads(min(together, len(usable_cores())))
-            peak = peak_of()
-            torch.set_num_threads(own)
-        return job_peak(self.gathered((first, peak)))
+        # If several processes share a device, its peak is measured with as many threads as all of them have.
+        mine, own = device_identity(device), torch.get_num_threads()
+        devices = self.gathered((mine, own))
+        if self.rank > 0:
+            return None
+        torch.set_num_threads(min(sum(threads for name, threads in devices if name == mine), len(usable_cores())))
+        peak = peak_of()
+        torch.set_num_threads(own)
+        return None if peak is None else summed_peak(peak, len({name for name, _ in devices}))
 
     def gathered(self, own: Any) -> list[Any]:
         found: list[Any] = [own] * self.size
@@ -147,26 +145,16 @@ def job_cost(costs: Sequence[StepCost]) -> StepCost:
     )
 
 
-def job_peak(measured: Sequence[tuple[bool, Peak | None]]) -> Peak | None:
-    """Sum the devices' peaks. `measured` has an entry per process: (False, None) if another one measured its device.
+def summed_peak(peak: Peak, devices: int) -> Peak:
+    """The peak of several devices of one kind.
 
-    >>> one = Peak(1e12, "a GPU", "bf16", "its datasheet", "datasheet", "high")
-    >>> job_peak([(True, one), (True, one), (False, None)]).flops_per_s
+    >>> summed_peak(Peak(1e12, "a GPU", "bf16", "its datasheet", "datasheet", "high"), 2).flops_per_s
     2000000000000.0
     """
-    peaks = [peak for is_measured, peak in measured if is_measured]
-    known = [peak for peak in peaks if peak is not None]
-    if len(known) < len(peaks) or not known:
-        return None
-    if len(known) == 1:
-        return known[0]
-    names = dict.fromkeys(peak.device for peak in known)
-    return replace(
-        known[0],
-        flops_per_s=sum(peak.flops_per_s for peak in known),
-        device=", ".join(f"{sum(peak.device == name for peak in known)} x {name}" for name in names),
-        source=f"{known[0].source}; summed over {len(known)} devices",
-    )
+    if devices == 1:
+        return peak
+    source = f"{peak.source}; summed over {devices} devices"
+    return replace(peak, flops_per_s=devices * peak.flops_per_s, device=f"{devices} x {peak.device}", source=source)
 
 
 def job_memory(memories: Sequence[MemoryUse]) -> MemoryUse:
