@@ -98,8 +98,8 @@ def test_the_monitor_understands_the_words_of_the_sweep(section: str | None) -> 
     assert (read.seq_length, read.warm_up_steps, problems) == (9, 2, [])
 
 
-def test_the_sweep_understands_the_words_of_the_monitor() -> None:
-    assert read_matrix(None, {"warm_up_steps": 7, "seq_length": 9}).warmup_steps == 7
+def test_the_sweep_understands_the_documents_word_for_the_length() -> None:
+    assert read_matrix(None, {"seq_length": 9}).seq_len == [9]
 
 
 def test_log_step_takes_the_learning_rate_by_both_names(tmp_path: Path) -> None:

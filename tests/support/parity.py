@@ -11,7 +11,6 @@ from flopwatch.records.trial import PRIVATE
 from flopwatch.sweep.trainers.batch import batch_rows
 from flopwatch.sweep.trainers.builtin import find_per_sample_losses, model_inputs
 from flopwatch.sweep.trainers.protocol import TrainerSettings, load_trainer
-from flopwatch.torch_internals.modules import ANY_DROPOUT
 
 _ROUNDING = 1e-4
 """Differences are relative to the norm of a parameter's gradient, but at least to this share of the norm of all
@@ -93,7 +92,7 @@ def _norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 def without_dropout(model: nn.Module) -> nn.Module:
     """Turn dropout off in this model, because it would draw other random numbers for one sample than for a batch."""
     for module in model.modules():
-        if isinstance(module, ANY_DROPOUT):
+        if isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
             module.p = 0.0
         for name, value in list(vars(module).items()):
             if "dropout" in name and isinstance(value, float):
