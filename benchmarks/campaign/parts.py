@@ -48,7 +48,7 @@ PARTS = (
     Part(
         "kills-local",
         "benchmarks/reliability/never_twice.py --engine local --kills 20",
-        "runner, supervisor, worker, and supervisor with guard killed: nothing runs twice, is lost or left",
+        "runner, supervisor, guard, worker or all at once killed: nothing runs twice, is lost or left",
     ),
     Part("kills-slurm", "benchmarks/reliability/never_twice.py --engine slurm --kills 20", "the same under Slurm"),
     Part("kills-ray", "benchmarks/reliability/never_twice.py --engine ray --kills 20", "the same on a Ray cluster"),
