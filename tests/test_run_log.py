@@ -263,7 +263,7 @@ def test_a_step_that_is_not_there_is_answered_with_those_that_are(tmp_path, read
     asked = (lambda step: read(path, step)) if read is read_around else (lambda step: read(path))
     with pytest.raises(InputError, match=r"step 51 is not in .*: the log has steps 1 to 50$"):
         step_cells(asked(51), 51)
-    with pytest.raises(InputError, match=r"steps 1 to 50, but step 25 is missing; .* steps 11 to 20 and 31 to 40"):
+    with pytest.raises(InputError, match=r"steps 1 to 50, but step 25 is missing$"):
         step_cells(asked(25), 25)
 
 

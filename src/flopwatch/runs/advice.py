@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Literal
 
 from flopwatch.language import Said, Templates, ands, counted, sentences
-from flopwatch.numbers import duration, percent
+from flopwatch.numbers import duration, percent, step_time
 from flopwatch.present.document import Bar, Bars, Grid, Head, numbers
 from flopwatch.records.metrics import goodput_of
 from flopwatch.records.time_uses import MAY_HAVE_WAITS, USES
@@ -338,6 +338,15 @@ def losses_in_pairs(log: RunLog) -> list[tuple[str, str]]:
         return []
     losses = [(loss.name, _lost(loss)) for loss in waterfall.losses]
     return [(Said("peak of the devices"), "100 %"), *losses, (_WHOLE_MFU, percent(waterfall.mfu_percent / 100))]
+
+
+def uses_table(times: "Times") -> Grid:
+    """Where the wall time went, if MFU is unknown."""
+    rows = []
+    for use in times.uses:
+        per_step = "" if use.seconds_per_step is None else step_time(use.seconds_per_step)
+        rows.append((use.name, duration(use.seconds), percent(use.share), per_step))
+    return Grid(("", *numbers("time", "of wall time", "per step")), rows)
 
 
 _LEAST_SHARE = 0.01

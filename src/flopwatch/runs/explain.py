@@ -48,8 +48,6 @@ class Explanation(Stored):
         seconds: Step time, including the wait for the batch.
         input_wait_seconds: The part of `seconds` spent waiting for the batch.
         is_warm_up: True for a single warm-up step, which does not count towards the MFU of its window.
-        tokens: Number of positions in the batches, including padding.
-        real_tokens: Number of positions without padding.
         exact: Whether the FLOPs of the window are exact; `notes` say why not.
         unknown: For each unknown value, the reason why it is unknown.
         torn_lines: Number of lines of the log that could not be read.
@@ -74,8 +72,6 @@ class Explanation(Stored):
     seconds: float | None
     input_wait_seconds: float | None
     is_warm_up: bool
-    tokens: int | None
-    real_tokens: int | None
     provenance: Provenance | None
     mfu: Quotient | None
     hfu: Quotient | None
@@ -186,10 +182,7 @@ def _with_peak_of(row: Row, provenance: Provenance | None) -> Provenance | None:
     return replace(provenance, peak={**provenance.peak, **row.peak, "source": source})
 
 
-_SUMMED = (
-    *("model_flops", "hardware_flops", "recompute_flops", "seconds", "input_wait_seconds"),
-    *("tokens", "real_tokens"),
-)
+_SUMMED = (*("model_flops", "hardware_flops", "recompute_flops", "seconds", "input_wait_seconds"),)
 
 
 def _division(

@@ -293,10 +293,7 @@ def _which_are(log: RunLog, step: int) -> str:
     first, last = spans[0][0], spans[-1][1]
     text = f"the log has steps {first} to {last}"
     if first < step < last:
-        before = max((span for span in spans if span[1] < step), default=None)
-        after = min((span for span in spans if span[0] > step), default=None)
-        nearest = " and ".join(f"{span[0]} to {span[1]}" for span in (before, after) if span)
-        text += f", but step {step} is missing; the nearest logged windows are steps {nearest}"
+        text += f", but step {step} is missing"
     note = earlier_run_note(log.earlier_step)
     return f"{text}. {note.rstrip('.')}" if note else text
 

@@ -5,15 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from flopwatch.language import ENGLISH, Said, counted, language, semicolons, sentences
-from flopwatch.numbers import duration, percent, step_time
+from flopwatch.numbers import duration, percent
 from flopwatch.present import document as doc
 from flopwatch.present.json_form import record_fields, to_json
 from flopwatch.records.metrics import find_metric
-from flopwatch.records.time_uses import USES
 from flopwatch.report.run import words
 from flopwatch.report.run.charts import charts_of
 from flopwatch.report.run.contents import RunReport
-from flopwatch.runs.advice import waterfall_bars
+from flopwatch.runs.advice import uses_table, waterfall_bars
 from flopwatch.runs.counters import counter_sentences
 from flopwatch.runs.reading import earlier_run_note
 from flopwatch.runs.waterfall import Loss, Waterfall
@@ -83,7 +82,8 @@ def _loss(loss: Loss, said: str) -> doc.Cell:
 
 def _sections(report: RunReport) -> Iterator[doc.Part]:
     yield _loss_section(report)
-    said = [*_curves(report), *_notices(report), _place_section(report), _provenance_section(report), *_metrics(report)]
+    where = doc.Section(Said("What ran where"), [doc.Facts(words.places(report))], "where")
+    said = [*_curves(report), *_notices(report), where, _provenance_section(report), *_metrics(report)]
     yield doc.Only(("markdown", "html"), said)
 
 
@@ -103,15 +103,7 @@ def _loss_section(report: RunReport) -> doc.Section:
     title, link, times = Said("Where the wall time went"), Said("Wall time"), report.times
     if times is None:
         return doc.Section(title, [doc.Text(Said("The log does not have the wall time of the run."))], "time", link)
-    rows, bars = [], []
-    for use in times.uses:
-        time, share = duration(use.seconds), percent(use.share)
-        rows.append((use.name, time, share, step_time(use.seconds_per_step)))
-        is_work = USES[use.key].without_peak
-        bars.append(doc.Bar(use.name, 0.0, use.share, f"{time} · {share}", "rest" if is_work else "loss"))
-    behind = doc.Grid((Said("use"), *doc.numbers("time", "share of the wall time", "per step")), rows, most=_ALL_ROWS)
-    remark = Said("of {time}", time=duration(times.wall_seconds))
-    return doc.Section(title, [doc.Bars(bars, Said("Wall time"), remark, behind)], "time", link)
+    return doc.Section(title, [uses_table(times)], "time", link)
 
 
 def _peak_section(waterfall: Waterfall, notes: Sequence[str]) -> doc.Section:
@@ -162,10 +154,6 @@ def _metrics(report: RunReport) -> Iterator[doc.Part]:
     if rows:
         table = doc.Grid(columns, rows, most=_ALL_ROWS)
         yield doc.Section(Said("Every metric"), [table], "metrics", Said("Metrics"), is_open=False)
-
-
-def _place_section(report: RunReport) -> doc.Section:
-    return doc.Section(Said("What ran where"), [doc.Facts(words.places(report))], "where")
 
 
 def _provenance_section(report: RunReport) -> doc.Section:

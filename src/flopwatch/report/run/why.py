@@ -11,7 +11,7 @@ from flopwatch.decode import is_amount
 from flopwatch.errors import InputError
 from flopwatch.language import Said, Templates, _, ands, commas, counted, in_words, semicolons, sentences
 from flopwatch.numbers import count, duration, flop_rate, number, percent, step_time
-from flopwatch.present.document import Cell, Document, Facts, Grid, Items, Part, Section, Text, Verbatim, numbers
+from flopwatch.present.document import Cell, Document, Facts, Items, Part, Section, Text, Verbatim
 from flopwatch.present.notebook import html_table
 from flopwatch.records.flops import PEAK_WORDS
 from flopwatch.records.time_uses import USES
@@ -162,15 +162,11 @@ def where_the_time_went(
     done = _where(steps, times.wall_seconds, on_what, log)
     if any(rates):
         done = Said("{what}: {facts}", what=done, facts=commas(rates))
-    rows = []
-    for use in times.uses:
-        per_step = "" if use.seconds_per_step is None else step_time(use.seconds_per_step)
-        rows.append((use.name, duration(use.seconds), percent(use.share), per_step))
     share = Said("{use}: {share} of the wall time")
     largest = [_item(share.filled(use=use.name, share=percent(use.share)), use) for use in times.largest()]
     parts = [
         Text(done, "soft"),
-        Section("", [Grid(("", *numbers("time", "of wall time", "per step")), rows)]),
+        Section("", [advice.uses_table(times)]),
         Items(largest, is_numbered=True),
         Section("", [Text(sentence)]),
         *_counters(log),
@@ -282,17 +278,10 @@ def _flops(explanation: Explanation, which: str) -> Iterator[str]:
 
 def _why_more(explanation: Explanation, hardware_flops: int) -> str:
     needed, again = explanation.model_flops or 0, explanation.recompute_flops
-    is_padded = explanation.real_tokens is None or explanation.real_tokens != explanation.tokens
-    if again is None and is_padded:
-        return Said("recomputation, padding or pairs of positions in different documents")
     if again is None:
-        return Said("recomputation or pairs of positions in different documents")
+        return Said("recomputation, padding or pairs of positions in different documents")
     rest = hardware_flops - needed - again
-    more = Said("{rest:,} for pairs of positions in different documents ({times:.4f} x)")
-    if is_padded:
-        more = Said(
-            "{rest:,} for padding, and for pairs of positions in different documents if rows are packed ({times:.4f} x)"
-        )
+    more = Said("{rest:,} for padding or pairs of positions in different documents ({times:.4f} x)")
     parts = [
         Said("{again:,} recomputed ({times:.4f} x)", again=again, times=again / needed) if again else "",
         more.filled(rest=rest, times=rest / needed) if rest else "",

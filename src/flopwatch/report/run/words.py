@@ -191,31 +191,13 @@ def exact_sentence(report: RunReport) -> str:
 
 def provenance_facts(record: Provenance) -> list[tuple[str, str]]:
     quickest = record.achievable_flops_per_s
+    how = Said("method {method}, mode {mode}, attention {attention}")
+    measured = Said("{rate}, the quickest matmul that was measured on this device")
+    method = record.method or Said("not known yet")
     facts = [
-        (Said("from step"), f"{record.step:,}"),
-        (
-            "FLOPs",
-            Said(
-                "method {method}, mode {mode}, attention {attention}",
-                method=record.method or Said("not known yet"),
-                mode=record.mode,
-                attention=record.attention,
-            ),
-        ),
-        (Said("exact"), Said("the FLOPs of counted steps are exact") if record.exact else Said("no")),
-        (
-            Said("coverage"),
-            Said("{share} of the matmul-like calls have a formula", share=percent(record.coverage))
-            if record.coverage
-            else "",
-        ),
+        ("FLOPs", how.filled(method=method, mode=record.mode, attention=record.attention)),
         (Said("peak"), peak_text(record)),
-        (
-            Said("achievable"),
-            Said("{rate}, the quickest matmul that was measured on this device", rate=flop_rate(quickest))
-            if quickest
-            else "",
-        ),
+        (Said("achievable"), measured.filled(rate=flop_rate(quickest)) if quickest else ""),
         (Said("notes"), semicolons(record.notes)),
     ]
     return [(name, shortened(text, 4 * _LONGEST)) for name, text in facts if text]
