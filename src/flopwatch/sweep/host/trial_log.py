@@ -21,17 +21,12 @@ _END_SECONDS = 5.0  # A process that survives SIGKILL may hold the pipe open for
 
 
 class TrialLog:
-    """Copies what the trial prints to its log. It must be closed after all processes of the trial have ended.
-
-    Attributes:
-        handle: The file descriptor that the trial's processes get as their output.
-        full_disk: The system's message if a write failed because the disk was full; empty otherwise.
-    """
+    """Copies what the trial prints to `handle` to its log. Close it after all processes of the trial have ended."""
 
     def __init__(self, file: Path, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
         self.received_bytes = 0
-        self.full_disk = ""
+        self.full_disk = ""  # the system's message if a write failed because the disk was full
         self._left_out = self._dropped = self._marker_bytes = 0
         self._pending = bytearray()
         # Two descriptors: one that appends, because the supervisor's own messages go to this file too, and one that

@@ -187,11 +187,9 @@ def _slice(text: str | None) -> slice:
 def match_memory_limits(
     trials: Sequence[Trial], earlier: Mapping[str, TrialResult], key_of: Callable[[TrialSpec], str]
 ) -> tuple[tuple[Trial, ...], frozenset[str]]:
-    """Decide whether the results of trials stay valid after the user has raised the memory limit.
+    """All trials, and the names of those that ran out of memory under a lower limit, which can run again.
 
-    Returns:
-        All trials, and the names of those that ran out of memory under the old limit, which can run again. Any other
-        trial with a result gets the old limit back, so that its result stays valid: more memory would not change it.
+    Any other trial with a result gets the old limit back, so that its result stays valid: more would not change it.
     """
     raised, found = [], []
     for trial in trials:

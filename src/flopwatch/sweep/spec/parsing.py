@@ -40,8 +40,6 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
                 raise InputError(
                     f"{word!r} sets a part of {name!r}, but another setting sets {name!r} to {place!r}; leave one out"
                 )
-        if isinstance(place.get(last), dict):
-            raise InputError(f"{word!r} sets all of {key.strip()!r}, but other settings set parts of it; leave one out")
         parts = [_scalar(part) for part in text.split(",")]
         place[last] = parts if len(parts) > 1 else parts[0]
     return found

@@ -11,17 +11,11 @@ from flopwatch.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class TrainerOptions:
-    """The `options` of a trial with a built-in trainer.
-
-    Attributes:
-        lr: Learning rate.
-        max_grad_norm: The norm that the gradient of every sample is clipped to; the standard trainer does not clip.
-        noise_multiplier: Standard deviation of the noise divided by `max_grad_norm`; the standard trainer adds none.
-    """
+    """The `options` of a trial with a built-in trainer. The standard trainer does not clip and adds no noise."""
 
     lr: float = 1e-3
-    max_grad_norm: float = 1.0
-    noise_multiplier: float = 1.0
+    max_grad_norm: float = 1.0  # the gradient of every sample is clipped to this norm
+    noise_multiplier: float = 1.0  # standard deviation of the noise divided by `max_grad_norm`
 
 
 def read_options(options: Mapping[str, Any]) -> TrainerOptions:

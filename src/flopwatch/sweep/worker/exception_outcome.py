@@ -33,34 +33,28 @@ def describe_exception(error: BaseException) -> dict[str, Any]:
     }
     if isinstance(error, SystemExit):
         code = error.code
-        content["message"] = cut(_read("message", "its __repr__", lambda: f"the trial called sys.exit({code!r})"))
+        content["message"] = cut(_read(lambda: f"the trial called sys.exit({code!r})"))
         content["exit_code"] = code if code is None or isinstance(code, int) else content["message"]
     return content
 
 
 def message_of(error: BaseException) -> str:
-    return _read("message", "its __str__", lambda: str(error))
+    return _read(lambda: str(error))
 
 
 def traceback_of(error: BaseException) -> str:
-    return _read("traceback", "formatting it", lambda: "".join(map(cut, traceback.format_exception(error)))[-20_000:])
+    return _read(lambda: "".join(map(cut, traceback.format_exception(error)))[-20_000:])
 
 
-def _read(part: str, source: str, read: Callable[[], str]) -> str:
+def _read(read: Callable[[], str]) -> str:
     text, second = result_or_error(read)
-    return (
-        text if text is not None else f"the exception's {part} cannot be read: {source} raised {type(second).__name__}"
-    )
+    return text if text is not None else f"the exception cannot be read, which raises {type(second).__name__}"
 
 
-def result_or_error(
-    action: Callable[[], _Result], *passed_on: type[Exception]
-) -> tuple[_Result | None, Exception | None]:
+def result_or_error(action: Callable[[], _Result]) -> tuple[_Result | None, Exception | None]:
     """What the action returns, or what it raises: a user's trainer, model, exception or stream may raise anything."""
     try:
         return action(), None
-    except passed_on:
-        raise
     except Exception as error:  # noqa: BLE001 - see above
         return None, error
 
