@@ -222,12 +222,7 @@ class Bars:
 
 
 class Drawing(NamedTuple):
-    """A chart that only a page shows.
-
-    Attributes:
-        svg: Markup made with `present.svg`, which escapes its texts.
-        legend: Names of the curves, each with the number of its colour.
-    """
+    """A chart that only a page shows: markup of `present.svg`, which escapes its texts, and its curves by colour."""
 
     title: str
     remark: str

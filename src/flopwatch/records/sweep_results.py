@@ -45,13 +45,7 @@ def read_current(kind: type[T], content: Any) -> T:
 
 @dataclass(frozen=True, slots=True)
 class TrialList:
-    """The content of `sweep.json`.
-
-    Attributes:
-        trials: The entries that have a valid name, by name.
-        trouble: Why the file, or a part of it, cannot be read; empty if the file is intact.
-        newer_format: The file's format, if a newer flopwatch wrote it.
-    """
+    """The content of `sweep.json`: the entries that have a valid name, and in `trouble` why a part cannot be read."""
 
     trials: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     engine: str | None = None

@@ -12,14 +12,8 @@ from flopwatch.text import listed, plural
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Everything the report needs from a sweep's folder.
-
-    Attributes:
-        results: Results of the finished trials by name, in the order of the plan.
-        missing: Configurations of planned trials without a result, by name.
-        engine: Where the trials ran: `local`, `ray` or `slurm`.
-        created: Unix time at which the sweep was planned.
-        troubles: One sentence for each part of the folder that is damaged or was written by a newer flopwatch.
+    """Everything the report needs from a sweep's folder: results in the order of the plan, planned trials without one
+    (`missing`), and a sentence for each part of the folder that cannot be read (`troubles`).
     """
 
     folder: Path

@@ -85,11 +85,7 @@ def _mean(points: list[tuple[float, float]]) -> tuple[float, float]:
 class WatchedRun:
     """The state of a run according to the records read so far. Its memory does not grow with the length of the run.
 
-    Attributes:
-        start: The record at the start of the last session; `summary`, that at its end.
-        loss: Step and value of the newest logged loss.
-        earlier_step: The last step of an earlier run in the same log; None if there is none.
-        heard_unix_time: When the last record was written.
+    `start` and `summary` are of the last session, and `loss` is the step and value of the newest logged one.
     """
 
     def __init__(self) -> None:

@@ -19,11 +19,8 @@ _SPIKE_FACTOR = 3.0
 
 @dataclass(frozen=True, slots=True)
 class ChartStyle:
-    """How a chart is drawn.
-
-    Attributes:
-        from_zero: Whether the axis begins at 0.
-        cuts_spikes: Whether the axis ends far below the largest values, if these are rare.
+    """How a chart writes its values, where its axis begins, and whether it ends far below the largest values if these
+    are rare.
     """
 
     write: Callable[[float], str]

@@ -150,8 +150,6 @@ def warnings(report: RunReport) -> list[str]:
                 step=curve.broken_at_step,
             )
             found.append(broken)
-    if report.exact is False:
-        found.append(exact_sentence(report))
     return found
 
 

@@ -18,12 +18,8 @@ _LEAST_SIGMAS = 4.0
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
-    """The rank that the other ranks waited for in the traced steps.
-
-    Attributes:
-        excess_seconds: How much longer per step it is busy or idle than the mean of the other ranks.
-        excess_share: The excess as a share of the step time.
-        is_idle: Whether most of the excess is idle time.
+    """The rank that the other ranks waited for in the traced steps: how much longer per step than their mean it is busy
+    or idle, also as a share of the step time, and whether most of that is idle time.
     """
 
     rank: int
