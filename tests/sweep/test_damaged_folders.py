@@ -235,6 +235,7 @@ def test_a_trial_whose_log_is_a_folder_is_not_started_and_says_so(sweep):
     (sweep / "logs" / f"{TWO}.log").mkdir()
     _, after = resumed(sweep)
     assert after[TWO].outcome == "lost"
+    assert "something else has this name" in after[TWO].reason
 
 
 def test_a_dry_run_and_a_report_write_nothing(sweep):

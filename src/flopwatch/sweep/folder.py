@@ -6,13 +6,14 @@ runners find the last one gone, only one takes its place.
 """
 
 import contextlib
+import errno
 import os
 import shlex
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -195,12 +196,18 @@ def _make_folders(sweep: Path) -> None:
         for name in _FOLDERS:
             (sweep / name).mkdir(parents=True, exist_ok=True)
             os.listdir(sweep / name)
+        _need_type(sweep / RESULTS, Path.is_file)
         with (sweep / RESULTS).open("a"):
             pass
     except OSError as error:
         where = error.filename or sweep
         advice = "move it away, or choose another folder with --output"
         raise InputError(f"cannot write to {where}: {error.strerror}; {advice}") from None
+
+
+def _need_type(place: Path, has_right_type: Callable[[Path], bool]) -> None:
+    if os.path.lexists(place) and not has_right_type(place):  # opening a FIFO would wait for ever
+        raise FileExistsError(errno.EEXIST, "something else has this name", str(place))
 
 
 def write_trial_list(sweep: Path, trials: Sequence[Trial], engine: str) -> None:
@@ -228,6 +235,8 @@ def prepare(trial: Trial) -> None:
     check_held(trial.sweep)
     folder = trial.folder
     _clear_folder(trial)
+    _need_type(log_file(trial.sweep, trial.name), Path.is_file)
+    _need_type(run_folder(trial.sweep, trial.name), Path.is_dir)
     folder.mkdir(parents=True, exist_ok=True)
     job = TrialJob(
         trial.spec,
