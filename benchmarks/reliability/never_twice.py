@@ -169,7 +169,7 @@ def supervisors(sweep: Path) -> list[int]:
             words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
             # Engines name the folder as they were told it, or in full.
             named = any(word.startswith(str(sweep).encode()) for word in words)
-            is_here = named or (b"sweep" in words and _cwd(entry) == sweep.parent)
+            is_here = named or (b"sweep" in words and Path(os.readlink(entry / "cwd")) == sweep.parent)
             if is_here and _watches_a_trial(words):
                 found.append(int(entry.name))
     guards = set(map(_parent, found))
@@ -186,10 +186,6 @@ def _guard_of(supervisor: int) -> list[int]:
     with contextlib.suppress(OSError):
         return [guard] if _watches_a_trial(Path(f"/proc/{guard}/cmdline").read_bytes().split(b"\0")) else []
     return []
-
-
-def _cwd(entry: Path) -> Path:
-    return Path(os.readlink(entry / "cwd"))
 
 
 def _parent(pid: int) -> int | None:

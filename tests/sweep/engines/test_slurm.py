@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from flopwatch.errors import InputError
+from flopwatch.files import read_object
 from flopwatch.process import start_ticks
 from flopwatch.records.trial import Limits, TrialSpec
 from flopwatch.sweep.engines import slurm as slurm_module
@@ -252,7 +253,7 @@ def test_a_viewer_is_told_what_slurm_says_of_jobs_that_wait(tmp_path):
     ]
     with subprocess.Popen([*FLOPWATCH, "sweep", *words], cwd=tmp_path, stdout=subprocess.DEVNULL) as sweep:
         try:
-            wait_until(lambda: why_jobs_wait(tmp_path / "s"), "the jobs are queued")
+            wait_until(lambda: read_object(tmp_path / "s" / "runner.json").get("running_count"), "the jobs are queued")
             watch = [*FLOPWATCH, "watch", "s", "--once"]
             said = subprocess.run(watch, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
         finally:
