@@ -342,4 +342,3 @@ def test_ends_are_read_as_slurm_prints_them():
     }  # fmt: skip
     assert ends["85_1"] == {"state": "FAILED", "signal": 9, "host": "n1"}
     assert ends["87_0"] == {"state": "FAILED", "exit_code": 7, "host": "n[1-2]"}
-    assert ends["89"]["host"] == ""
