@@ -15,7 +15,6 @@ from flopwatch.present.document import (
     Grid,
     Head,
     Items,
-    Lazy,
     Most,
     Only,
     Section,
@@ -90,17 +89,6 @@ def test_rows_that_are_spaced_have_the_first_and_the_last():
     for said in forms(table):
         assert re.findall(r"row\d", said) == ["row0", "row4", "row8"]
         assert "3 of 9 rows are shown, evenly spaced" in said
-
-
-def test_rows_that_are_not_shown_are_not_made():
-    made = []
-
-    def make(place):
-        made.append(place)
-        return [str(place)]
-
-    document_text(Document("a", [Grid(numbers("n"), Lazy(range(10_000), make), most=Most(5, 5, 5))]))
-    assert made == [0, 1, 2, 3, 4]
 
 
 def test_a_narrow_terminal_gets_a_wide_table_in_pieces_that_repeat_what_names_the_row():

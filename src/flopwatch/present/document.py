@@ -4,11 +4,11 @@ A document holds texts as they are: each renderer makes the text of users harmle
 so everything in the house may build one.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from flopwatch.language import Said, semicolons
 
@@ -37,20 +37,6 @@ class Most(NamedTuple):
 
 
 SOME_ROWS, SOME_ITEMS = Most(24, 60, 200), Most(8, 60, 200)
-
-
-class Lazy(Sequence[Made]):
-    """A sequence whose items are made when they are read: of 10,000 rows, only those that are shown."""
-
-    def __init__(self, items: Sequence[Item], make: Callable[[Item], Made]) -> None:
-        self._items, self._make = items, make
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, place: Any) -> Any:
-        items: Any = self._items[place]
-        return [self._make(item) for item in items] if isinstance(place, slice) else self._make(items)
 
 
 def evenly(items: Sequence[Item], at_most: int) -> list[Item]:

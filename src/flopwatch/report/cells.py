@@ -267,7 +267,7 @@ def outcome_class(outcome: str) -> Literal["ok", "oom", "failed", "not-run"]:
 def table_of(
     items: Sequence[Any], columns: Sequence[tuple[doc.Head | str, Callable[[Any], doc.Cell | str]]], **how: Any
 ) -> doc.Grid:
-    rows = doc.Lazy(items, lambda item: [make(item) for _, make in columns])
+    rows = [[make(item) for _, make in columns] for item in items]
     return doc.Grid([column for column, _ in columns], rows, **how)
 
 

@@ -253,7 +253,7 @@ def print_dry_run(plan: Plan, output: Path, console: Console | None = None) -> N
 
     trials = plural(len(plan.trials), "trial")
     parts: list[doc.Part] = [
-        doc.Grid(("trial", "model", "state"), doc.Lazy(plan.trials, cells), most=doc.Most(60, 60, 60)),
+        doc.Grid(("trial", "model", "state"), list(map(cells, plan.trials)), most=doc.Most(60, 60, 60)),
         doc.Text(f"{trials}, {len(plan.todo)} to run in {output}. {_prediction(plan)}"),
         *(doc.Text(one_line(f"warning: {trouble}", 1000)) for trouble in plan.troubles),
     ]

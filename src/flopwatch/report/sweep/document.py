@@ -79,7 +79,7 @@ def _parts(summary: SweepSummary, metrics: Sequence[ShownMetric]) -> Iterator[do
         said = doc.Text(
             Said("Trials are grouped by cause. Numbers and paths in messages are replaced by N and PATH."), "soft"
         )
-        sections = doc.Lazy(list(enumerate(summary.failures)), lambda one: _failure(one[1], is_open=one[0] < 2))
+        sections = [_failure(one, is_open=place < 2) for place, one in enumerate(summary.failures)]
         causes = doc.Several(sections, doc.Most(8, 20, 60), Said("more causes"))
         title = Said("What did not run, and why")
         yield doc.Section(title, [said, causes], "failures", Said("What did not run"))
@@ -122,7 +122,7 @@ def _what_to_run(summary: SweepSummary) -> doc.Section:
         ),
         "soft",
     )
-    sections = doc.Lazy(groups, lambda one: _choices(one, None if one in groups[:3] else False))
+    sections = [_choices(one, None if one in groups[:3] else False) for one in groups]
     several = doc.Several(sections, doc.Most(3, 6, 40), Said("more groups"), [group.title for group in groups])
     return doc.Section(Said("What to run"), [said, several], "run")
 
@@ -224,7 +224,7 @@ def _measurements(summary: SweepSummary, metrics: Sequence[ShownMetric]) -> doc.
         return doc.Section(one.title, parts, remark=Said(", {size}", size=_size(one)), is_open=one is groups[0])
 
     several = doc.Several(
-        doc.Lazy(groups, section), doc.Most(3, 6, 12), Said("more groups"), [one.title for one in groups]
+        list(map(section, groups)), doc.Most(3, 6, 12), Said("more groups"), [one.title for one in groups]
     )
     return doc.Section(Said("Measurements"), [several], "groups")
 
@@ -284,7 +284,7 @@ def _environments(environments: Sequence[Environment]) -> doc.Section:
     def cells(one: Environment) -> list[str]:
         return [f"{one.trials:,}", ", ".join(f"{name} {value}" for name, value in one.settings.items())]
 
-    table = doc.Grid((*doc.numbers("trials"), Said("environment")), doc.Lazy(environments, cells))
+    table = doc.Grid((*doc.numbers("trials"), Said("environment")), list(map(cells, environments)))
     return doc.Section(Said("Environment"), [table], "environment")
 
 

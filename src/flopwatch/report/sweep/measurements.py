@@ -49,7 +49,7 @@ def _matrices(group: Group, metrics: Sequence[ShownMetric]) -> Iterator[doc.Part
     columns, rows = [*_SIZES, *doc.english_numbers(*group.trainers)], list(matrix_rows(group).items())
     for one in metrics:
         note = sentences(_matrix_notes(group)) if one is metrics[-1] else ""
-        yield _sized(columns, doc.Lazy(rows, partial(_matrix_cells, one)), one.title, note)
+        yield _sized(columns, [_matrix_cells(one, row) for row in rows], one.title, note)
 
 
 def matrix_rows(group: Group) -> dict[tuple[int, int], list[TrialCell | None]]:
@@ -110,7 +110,7 @@ def _frontier(group: Group) -> doc.Grid:
         notes.append(Said("The device has {size}.", size=byte_size(capacity)))
     if not all(point.is_monotone for point in group.frontier):
         notes.append(Said("! A batch ran although a smaller one ran out of memory: the limit is unclear."))
-    columns, rows = [_SIZES[0], *doc.english_numbers(*group.trainers)], doc.Lazy(group.seq_lens, cells)
+    columns, rows = [_SIZES[0], *doc.english_numbers(*group.trainers)], list(map(cells, group.seq_lens))
     title = Said("Largest batch that ran (smallest out of memory)")
     return doc.Grid(columns, rows, title, sentences(notes), _ROWS, is_spaced=True, fits=True)
 
