@@ -38,9 +38,8 @@ def _output(capsys, *arguments) -> str:
 
 
 def test_only_what_is_said_is_translated_and_values_only_if_they_are_said(chinese):
-    assert _(Said("{what}: unknown", what=Said("loss"))) == "loss：未知"
-    assert _(Said("{what}: unknown", what="steps")) == "steps：未知"
-    assert _(Said("{what}: unknown", what=Said("steps"))) == "步数：未知"
+    assert _(Said("{code}: {notice}", code="steps", notice=Said("steps"))) == "steps：步数"
+    assert _(Said("{code}: {notice}", code=Said("steps"), notice="steps")) == "步数：steps"
     assert _("steps") == "steps"
     assert _(commas([Said("optimizer"), "optimizer"])) == "优化器，optimizer"
     assert _(counted(3000, "{n} step", "{n} steps")) == "3,000 步"

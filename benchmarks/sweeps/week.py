@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from flopwatch.sweep.runner.observing import RunnerState, find_runner
+from flopwatch.sweep.runner.observing import find_runner
 
 _FLOPWATCH = [sys.executable, "-m", "flopwatch"]
 _SEQ_LENS = 100
@@ -75,23 +75,24 @@ def live(week: Week, folder: Path) -> Figures:
     attached = runners = 0
     killed: list[int] = []
     while True:
-        runner = start(week, folder)
+        process = start(week, folder)
         runners += 1
-        for done in progress(runner, folder):
+        for done in progress(process, folder):
             if attaches and done >= attaches[0]:
                 attaches.pop(0)
                 attached += attach_and_leave(folder)
             if kills and done >= kills[0]:
                 kills.pop(0)
-                os.kill(runner.pid, signal.SIGKILL)
-                killed.append(runner.pid)
+                process.kill()
+                process.wait()
+                killed.append(process.pid)
                 break
         else:
             break
     return summed_up(week, folder, len(killed), attached, runners, time.monotonic() - began)
 
 
-def start(week: Week, folder: Path) -> RunnerState:
+def start(week: Week, folder: Path) -> subprocess.Popen[bytes]:
     """The command a user would write, in a session of its own."""
     batches = ",".join(str(size) for size in range(1, -(-week.trials // _SEQ_LENS) + 1))
     lengths = ",".join(str(length) for length in range(1, _SEQ_LENS + 1))
@@ -104,14 +105,14 @@ def start(week: Week, folder: Path) -> RunnerState:
         if runner.poll() is not None:
             raise RuntimeError(f"the runner ended with status {runner.returncode} before it said who it is")
         time.sleep(0.02)
-    return found[0]
+    return runner
 
 
-def progress(runner: RunnerState, folder: Path) -> Iterator[int]:
+def progress(runner: subprocess.Popen[bytes], folder: Path) -> Iterator[int]:
     """How many ends are recorded, again and again while this runner lives."""
     done, offset = 0, 0
     results = folder / "results.jsonl"
-    while (found := find_runner(folder)) is not None and found[0].pid == runner.pid:
+    while runner.poll() is None:
         if results.exists():
             with results.open("rb") as stream:
                 stream.seek(offset)

@@ -9,9 +9,8 @@ import torch
 from flopwatch import TrainingMonitor
 from flopwatch.cli import main
 from flopwatch.cli.run_logs.watch_screen import draw_frame
-from flopwatch.records.run import Row, RunStart, Summary
+from flopwatch.records.run import Row, RunStart
 from flopwatch.runs.state import WatchedRun
-from flopwatch.sinks.console import summary_lines
 
 
 def test_a_folder_of_several_runs_is_listed_and_their_rows_are_exported(tmp_path, capsys):
@@ -29,17 +28,6 @@ def test_a_folder_of_several_runs_is_listed_and_their_rows_are_exported(tmp_path
     header, *rows = f"step,{table}".splitlines()
     assert [row.split(",")[0] for row in rows] == ["1", "3"]
     assert rows[0].split(",")[header.split(",").index("training/loss")] == "1.5"
-
-
-def test_a_run_that_waits_for_input_is_told_what_to_change():
-    sentence = "67 % of the step waits for input: prepare batches ahead, in other processes or in more of them"
-    values = {"perf/input_wait_percent": 67.2, "perf/padding_percent": 40.0}
-    assert ("advice", sentence) in summary_lines(Summary(9, 0.0, values))
-    run = WatchedRun()
-    run.add(RunStart("s", 0.0, "outputs"))
-    run.add(Row(9, 0.0, values))
-    drawn = " ".join(text.plain for text in draw_frame(run, "outputs", 0.0, width=80, height=24))
-    assert sentence in " ".join(drawn.split())
 
 
 @pytest.fixture

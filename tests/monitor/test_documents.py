@@ -10,6 +10,7 @@ import yaml
 
 import flopwatch
 from flopwatch import TrainingMonitor, calculate_mfu, calculate_mfu_with_profiler, calculate_precise_mfu
+from flopwatch.errors import MeasurementError
 from flopwatch.hardware.counters.sampler import CounterSampler
 from flopwatch.monitor.config import PRESETS, read_config
 from flopwatch.testing import FakeCounters, RecordingSink
@@ -186,14 +187,20 @@ def test_001_complex():
 @pytest.mark.requirement("R9")
 @pytest.mark.requirement("R11")
 @pytest.mark.parametrize(
-    ("sources", "became", "reads"),
-    [([FakeCounters("counters", [{"power_watts": 70.0}])], "hybrid", True), ([], "profiler", False)],
+    ("source", "became", "reads"),
+    [(FakeCounters("counters", [{"power_watts": 70.0}]), "hybrid", True), (None, "profiler", False)],
 )
-def test_001_hybrid_reads_counters_or_falls_back(sources, became, reads, model, tmp_path, monkeypatch):
+def test_001_hybrid_reads_counters_or_falls_back(source, became, reads, model, tmp_path, monkeypatch):
     """The document's file as it stands: with counters they are in every row; without any, it is the profiler."""
+
+    def open_source(device):
+        if source is None:
+            raise MeasurementError("there are no counters here")
+        return source.open(device)
+
     monkeypatch.setattr(
         "flopwatch.monitor.counters.device.CounterSampler",
-        lambda device, notify: CounterSampler(device, notify, probes=sources, interval_seconds=0.001),
+        lambda device, notify: CounterSampler(device, notify, open_source=open_source, interval_seconds=0.001),
     )
     (tmp_path / "config.yaml").write_text(HYBRID, encoding="utf-8")
     sink = RecordingSink()

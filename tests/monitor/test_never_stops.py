@@ -227,11 +227,11 @@ def test_an_op_without_a_formula_makes_mfu_a_lower_bound_and_that_is_said(tmp_pa
     class Distances(TinyText):
         def forward(self, input_ids, attention_mask=None, labels=None):
             x = self.layer(self.embedding(input_ids))
-            return {"loss": torch.linalg.svdvals(x).sum()}
+            return {"loss": torch.linalg.qr(x).R.sum()}
 
     run(tmp_path, model=Distances())
     assert "lower bound" in caplog.text
-    assert "_linalg_svd" in caplog.text
+    assert "linalg_qr" in caplog.text
 
 
 def test_switched_off_by_the_environment_nothing_is_written(tmp_path, monkeypatch):

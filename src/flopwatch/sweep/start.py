@@ -1,8 +1,10 @@
 """Runs a sweep: from Python by `flopwatch.sweep.run`, or by the command `flopwatch sweep`."""
 
+import os
+import sys
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,8 @@ def run(
     """Run all trials of a matrix that have no result in the folder yet, and return all results by trial name.
 
     Does what the command `flopwatch sweep` does; each can resume a sweep that the other began. Ctrl-C ends the running
-    trials. Your own trainers and models (`module:name`) are found in the current folder and in those of PYTHONPATH.
+    trials. Your own trainers and models (`module:name`) are found in the current folder, in the folder of the
+    script that calls this function, and in those of PYTHONPATH.
 
     Args:
         matrix: The keys of docs/sweep.md as a dict, or the path of a YAML file with them.
@@ -56,9 +59,26 @@ def run(
     def warn(text: str) -> None:
         warnings.warn(f"{sweep}: {text}", stacklevel=4)  # the warning names the line that called this function
 
-    plan, _, _ = run_sweep(sweep, planned, where, warn, lambda plan: nullcontext((observer, Stop())), **rules)
+    with _modules_of_the_script():
+        plan, _, _ = run_sweep(sweep, planned, where, warn, lambda plan: nullcontext((observer, Stop())), **rules)
     results = read_results(sweep)
     return {trial.name: results[trial.name] for trial in plan.trials if trial.name in results}
+
+
+@contextmanager
+def _modules_of_the_script() -> Iterator[None]:
+    """Let the processes of the trials import what the calling script can import from its own folder."""
+    main = sys.modules.get("__main__")
+    script = getattr(main, "__file__", None)
+    if script is None or getattr(main, "__spec__", None) is not None:  # a notebook, a shell, or `python -m module`
+        yield
+        return
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(Path(script).resolve().parent)]))
+    try:
+        yield
+    finally:
+        os.environ["PYTHONPATH"] = before
 
 
 def checked(matrix: Matrix) -> tuple[list[TrialSpec], dict[str, Any]]:

@@ -164,7 +164,7 @@ def install(user: object) -> None:
     if state.is_installed or "torch._dynamo" not in sys.modules:
         return
     state.is_installed = True
-    if compiled_graphs() != state.graphs:
+    if compiled_graphs() > state.graphs:
         state.missed = MISSED
     state.put_back = wrap_backend_calls(_compiled)
     if state.put_back is None:

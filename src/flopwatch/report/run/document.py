@@ -91,7 +91,11 @@ def _end(report: RunReport) -> Iterator[doc.Part]:
     """What a terminal says instead of the sections that it leaves out."""
     peak = Said("Peak: {peak}.", peak=words.peak_text(report.provenance))
     sure = sentences([words.exact_sentence(report), peak])
-    notices = [f"{notice.code}: {notice.message}" for notice in report.notices if notice.level != "info"]
+    notices = [
+        Said("{code}: {notice}", code=notice.code, notice=notice.message)
+        for notice in report.notices
+        if notice.level != "info"
+    ]
     said = [doc.Text(words.shortened(notice, 300), "warn") for notice in notices[-3:]]
     hint = doc.Text(Said("The whole report: {command}", command="flopwatch report RUN_DIR --html page.html"), "soft")
     yield doc.Only(("terminal",), [doc.Section("", [doc.Text(sure), *said, hint])])
