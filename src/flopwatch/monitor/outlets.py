@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("flopwatch")
 CLOSE_SECONDS = 30.0
 """How long the end of a run waits for all sinks together."""
+_LOG_SECONDS = 1.0
+"""The longest wait for the log, before the other sinks get the summary."""
 _FLUSH_SECONDS = 5.0
 
 
@@ -115,6 +117,7 @@ class Outlets:
             return self._with_failures(of_session)
         deadline = time.monotonic() + CLOSE_SECONDS
         log, *others = self._threads
+        log.flush(_LOG_SECONDS)  # a log that cannot be written fails now, before others are told how the run ended
         for thread in others:
             thread.put(self._with_failures(of_session))
         for thread in others:
