@@ -73,12 +73,15 @@ def _modules_of_the_script() -> Iterator[None]:
     if script is None or getattr(main, "__spec__", None) is not None:  # a notebook, a shell, or `python -m module`
         yield
         return
-    before = os.environ.get("PYTHONPATH", "")
+    before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [before, str(Path(script).resolve().parent)]))
     try:
         yield
     finally:
-        os.environ["PYTHONPATH"] = before
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 def checked(matrix: Matrix) -> tuple[list[TrialSpec], dict[str, Any]]:
